@@ -1,0 +1,1 @@
+"""Bridges between the engine-independent layers and serving engines."""

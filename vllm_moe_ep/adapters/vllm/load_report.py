@@ -1,0 +1,68 @@
+"""Say after a model was built how many of its DeepSeek MoE layers are ours."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm_moe_ep.adapters.vllm import engine_config
+from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
+from vllm_moe_ep.errors import UnsupportedError
+from vllm_moe_ep.hardware import probe, require_layer
+
+logger = logging.getLogger("vllm.vllm_moe_ep")
+
+
+def hook_model_loader() -> None:
+    """Check each model right after vLLM built it, before its weights are read."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    wrap_attribute(BaseModelLoader, "create_model", _with_report)
+
+
+def _with_report(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kw: Any) -> Any:
+        model = original(self, vllm_config, model_config, *args, **kw)
+        if engine_config.is_chosen(vllm_config):
+            report(model, vllm_config, engine_config.is_draft(vllm_config, model_config))
+        return model
+
+    return create_model
+
+
+def report(model: Any, vllm_config: Any, is_draft: bool) -> None:
+    """Log "replaced N of M"; list the layers left on vLLM's own.
+
+    Raises:
+        UnsupportedError: the model has no MoE layer that we replaced and none was allowed to
+            stay stock; a draft model may have none.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from vllm_moe_ep.adapters.vllm.routed_experts import StaticEPRoutedExperts
+
+    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    ours = [layer for layer in layers if _is_ours(layer, StaticEPRoutedExperts)]
+    stock = [layer.layer_name for layer in layers if layer not in ours]
+    settings = engine_config.settings_of(vllm_config)
+    if not (ours or is_draft or (stock and settings.allow_stock)):
+        raise UnsupportedError(
+            f"--moe-backend static-ep found no DeepSeek MoE layer in {type(model).__name__}: "
+            "choose another --moe-backend for this model."
+        )
+    hardware = probe(settings.platform)
+    engine_config.log_choice(hardware)
+    logger.info(
+        "static-ep: replaced %d of %d DeepSeek MoE layers with %s%s",
+        len(ours),
+        len(layers),
+        require_layer(hardware),
+        f"; {ours[0].groups_summary}" if ours else "",
+    )
+    if stock:
+        logger.warning("static-ep: left on vLLM's own layer as allowed: %s", ", ".join(stock))
+
+
+def _is_ours(layer: Any, our_class: type) -> bool:
+    return isinstance(layer, our_class) and layer.refusal is None

@@ -1,0 +1,56 @@
+"""Install every hook, in order. Each hook waits for its vLLM module to be imported."""
+
+from vllm_moe_ep.adapters.vllm.import_hooks import when_imported
+
+_installed = False
+
+
+def install() -> None:
+    """Install the hooks once per process; imports nothing of vLLM itself."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    when_imported("vllm.envs", _hook_environment)
+    when_imported("vllm.config.vllm", _hook_config)
+    when_imported("vllm.engine.arg_utils", _hook_arguments)
+    when_imported("vllm.model_executor.layers.fused_moe.routed_experts", _hook_stock_experts)
+    when_imported("vllm.model_executor.models.deepseek_v2", _hook_deepseek)
+    when_imported("vllm.model_executor.model_loader.base_loader", _hook_loader)
+
+
+def _hook_environment(module: object) -> None:
+    from vllm_moe_ep.adapters.vllm import environment
+
+    environment.declare_variables(module)
+
+
+def _hook_config(module: object) -> None:
+    from vllm_moe_ep.adapters.vllm import backend_name, engine_config
+
+    backend_name.widen_config_types()
+    engine_config.hook_vllm_config()
+
+
+def _hook_arguments(module: object) -> None:
+    from vllm_moe_ep.adapters.vllm import backend_name
+
+    backend_name.hook_arguments()
+
+
+def _hook_stock_experts(module: object) -> None:
+    from vllm_moe_ep.adapters.vllm import stock_guard
+
+    stock_guard.hook_stock_experts()
+
+
+def _hook_deepseek(module: object) -> None:
+    from vllm_moe_ep.adapters.vllm import moe_factory
+
+    moe_factory.hook_deepseek_factory()
+
+
+def _hook_loader(module: object) -> None:
+    from vllm_moe_ep.adapters.vllm import load_report
+
+    load_report.hook_model_loader()

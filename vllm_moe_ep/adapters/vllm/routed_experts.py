@@ -1,0 +1,111 @@
+"""The experts module that DeepSeek's MoE layers get when static-ep is chosen.
+
+vLLM's runner keeps the gate, the router, the shared expert, the routed scaling factor and the
+all-reduce over tensor-parallel ranks. This module owns what lies between: moving tokens over
+data-parallel ranks, and the local experts.
+"""
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import ForwardContext
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from vllm_moe_ep.adapters.vllm import engine_config, stock_guard
+from vllm_moe_ep.adapters.vllm.capacity import largest_capacity, step_capacity
+from vllm_moe_ep.adapters.vllm.groups import describe_groups, layer_collectives
+from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod, format_refusal
+from vllm_moe_ep.config import MoEConfig
+from vllm_moe_ep.layers.expert_weights import FloatExperts
+from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.placement import LocalExperts
+
+
+class StaticEPRoutedExperts(RoutedExperts):
+    """vLLM's `RoutedExperts` (weights and their loading) computed by the static EP layer.
+
+    Attributes:
+        refusal: why this layer stays on vLLM's own experts; None when it is ours.
+        static_layer: the layer, built once the weights are loaded.
+    """
+
+    def __init__(self, *args: Any, refusal: str | None, **kwargs: Any) -> None:
+        # Both are read by _get_quant_method, which the base constructor calls.
+        self.refusal = refusal
+        self.settings = engine_config.settings_of(get_current_vllm_config())
+        super().__init__(*args, **kwargs)
+        scheduler_config = get_current_vllm_config().scheduler_config
+        self.max_num_tokens = largest_capacity(
+            scheduler_config.max_num_batched_tokens, self.settings.min_capacity
+        )
+        self.static_layer: StaticEPLayer | None = None
+
+    def _get_quant_method(
+        self, prefix: str, quant_config: Any, moe_config: Any
+    ) -> FusedMoEMethodBase:
+        self.refusal = self.refusal or format_refusal(quant_config, self.params_dtype)
+        if self.refusal is None:
+            return StaticEPMethod(moe_config)
+        stock_guard.allow_stock(prefix, self.refusal, moe_config)
+        return super()._get_quant_method(prefix, quant_config, moe_config)
+
+    @property
+    def placement(self) -> LocalExperts:
+        """This rank's experts, as vLLM placed them."""
+        if self._expert_map is None:
+            return LocalExperts(self.global_num_experts, tuple(range(self.global_num_experts)))
+        return LocalExperts.from_expert_map(self._expert_map.tolist())
+
+    @property
+    def groups_summary(self) -> str:
+        """How experts and tokens are spread over ranks, for the log."""
+        experts = f"{self.local_num_experts} of {self.global_num_experts} experts on this rank"
+        return f"{experts}, {describe_groups()}"
+
+    def build_layer(self) -> None:
+        """Build the layer over the loaded weights, which it holds by reference."""
+        config = MoEConfig(
+            num_experts=self.global_num_experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            moe_intermediate_size=self.intermediate_size_per_partition,
+            max_num_tokens=self.max_num_tokens,
+            swiglu_limit=self.swiglu_limit,
+        )
+        weights = FloatExperts(self.w13_weight.data, self.w2_weight.data, config)
+        self.static_layer = StaticEPLayer(
+            config,
+            self.placement,
+            weights,
+            layer_collectives(),
+            engine_config.ep_config_of(self.settings),
+        )
+
+    def compute(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """Routed sum of one step; shapes and dtypes as in `custom_op.routed_experts`."""
+        if self.static_layer is None:
+            raise RuntimeError(f"{self.layer_name} was called before its weights were loaded.")
+        num_tokens = hidden_states.shape[0]
+        return self.static_layer.routed_partial(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            capacity=step_capacity(num_tokens, context.dp_metadata, self.settings.min_capacity),
+            valid=_valid_rows(context, num_tokens),
+        )
+
+
+def _valid_rows(context: ForwardContext, num_tokens: int) -> torch.Tensor | None:
+    """bool [num_tokens], False in padding and in dummy steps; None when every row is real."""
+    is_padding = context.is_padding
+    if is_padding is None or is_padding.shape[0] != num_tokens or not is_padding.any():
+        return None
+    return ~is_padding

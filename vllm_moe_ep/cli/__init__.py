@@ -1,0 +1,1 @@
+"""The console script `vllm-moe-ep`."""
