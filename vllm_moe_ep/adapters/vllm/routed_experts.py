@@ -74,7 +74,7 @@ class StaticEPRoutedExperts(RoutedExperts):
             max_num_tokens=self.max_num_tokens,
             swiglu_limit=self.swiglu_limit,
         )
-        weights = FloatExperts(self.w13_weight.data, self.w2_weight.data, config)
+        weights = FloatExperts(self.w13_weight, self.w2_weight, config)
         self.static_layer = StaticEPLayer(
             config,
             self.placement,

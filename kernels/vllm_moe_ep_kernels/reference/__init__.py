@@ -1,0 +1,1 @@
+"""Reference implementations: the meaning of each kernel, in torch alone and with static shapes."""

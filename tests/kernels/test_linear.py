@@ -1,0 +1,68 @@
+"""One body over the reference and the host kernels, against fp64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracle import assert_close
+from torch import Tensor
+
+from vllm_moe_ep_kernels.host import linear as host
+from vllm_moe_ep_kernels.reference import linear as reference
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+linears = pytest.mark.parametrize(
+    "linear", [reference.linear, host.linear], ids=["reference", "host"]
+)
+gated_linears = pytest.mark.parametrize(
+    "gated_linear", [reference.gated_linear, host.gated_linear], ids=["reference", "host"]
+)
+
+
+@linears
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 40])
+def test_values(
+    linear: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, num_rows: int
+) -> None:
+    rows, weight = torch.randn(num_rows, 72).to(dtype), torch.randn(56, 72).to(dtype)
+    assert_close(linear(rows, weight), rows.double() @ weight.double().T, dtype)
+
+
+@linears
+def test_fp16_sums_past_its_largest_number(linear: Callable[[Tensor, Tensor], Tensor]) -> None:
+    rows, weight = (torch.full((2, 64), value, dtype=torch.float16) for value in (100.0, 100.0))
+    assert linear(rows, weight).tolist() == [[640000.0, 640000.0]] * 2
+
+
+@gated_linears
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_gate(
+    gated_linear: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype, num_rows: int
+) -> None:
+    rows, weight = torch.randn(num_rows, 72).to(dtype), torch.randn(56, 72).to(dtype)
+    on, off = (torch.tensor([[value]], dtype=torch.int32) for value in (1, 0))
+    assert_close(gated_linear(rows, weight, on), rows.double() @ weight.double().T, dtype)
+    weight[:] = torch.nan
+    assert torch.equal(gated_linear(rows, weight, off).float(), torch.zeros(num_rows, 56))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_linear_is_a_valid_op(dtype: torch.dtype) -> None:
+    rows, weight = torch.randn(3, 8).to(dtype), torch.randn(4, 8).to(dtype)
+    flag = torch.ones(1, 1, dtype=torch.int32)
+    torch.library.opcheck(
+        host.gated_linear, (rows, weight, flag), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_one_bf16_row_leaves_onednn_as_it_was(was_enabled: bool) -> None:
+    rows, weight = torch.randn(1, 8).bfloat16(), torch.randn(4, 8).bfloat16()
+    with torch.backends.mkldnn.flags(enabled=was_enabled):
+        host.linear(rows, weight)
+        assert torch.backends.mkldnn.enabled == was_enabled
+        with pytest.raises(RuntimeError):
+            host.linear(rows, weight[:, :-1])
+        assert torch.backends.mkldnn.enabled == was_enabled

@@ -1,0 +1,147 @@
+"""The collectives of one step, over two groups of ranks.
+
+Tokens differ over the *token group* (data-parallel ranks) and are replicated over the *replica
+group* (tensor-parallel ranks). Experts are split over all token_size * replica_size ranks, and
+ep_rank = token_rank * replica_size + replica_rank.
+"""
+
+from collections import Counter
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Newer torch renames these two and warns about the old names; older torch has only the old.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collectives(Protocol):
+    """What the layer needs of a backend. Every rank must make the same calls in the same order,
+    with the same shapes, also when it has no tokens.
+
+    ``counts`` holds the number of collectives entered so far by name, in eager mode; an operation
+    over a group of one rank is no collective.
+    """
+
+    token_size: int
+    token_rank: int
+    replica_size: int
+    replica_rank: int
+    counts: Counter[str]
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """[rows, columns] of each token rank -> [token_size * rows, columns], in rank order."""
+        ...
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        """[token_size * rows, columns] -> the sum over the token group of this rank's rows."""
+        ...
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum over the replica group, any shape; the argument may be overwritten."""
+        ...
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """Maximum over every EP rank, any shape; the argument may be overwritten."""
+        ...
+
+
+class SingleProcess:
+    """One rank, no communication."""
+
+    token_size = replica_size = 1
+    token_rank = replica_rank = 0
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        return values
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        return values
+
+
+class TorchDistributed:
+    """Collectives over two torch.distributed process groups.
+
+    Args:
+        token_group: the data-parallel ranks that share this rank's replica_rank; None: one rank.
+        replica_group: the tensor-parallel ranks of this rank's batch; None: one rank.
+        use_reduce_scatter: False sums with an all-reduce and keeps this rank's rows. None picks
+            that on gloo: older gloo has no reduce-scatter, and the one in torch 2.13 measured
+            slower than its all-reduce at every size tried (2 and 4 ranks, 8 KiB to 16 MiB).
+    """
+
+    def __init__(
+        self,
+        token_group: dist.ProcessGroup | None,
+        replica_group: dist.ProcessGroup | None,
+        use_reduce_scatter: bool | None = None,
+    ) -> None:
+        self.token_group = token_group
+        self.replica_group = replica_group
+        self.token_size, self.token_rank = _size_and_rank(token_group)
+        self.replica_size, self.replica_rank = _size_and_rank(replica_group)
+        if use_reduce_scatter is None:
+            use_reduce_scatter = self.token_size > 1 and dist.get_backend(token_group) != "gloo"
+        self.use_reduce_scatter = use_reduce_scatter
+        self.counts: Counter[str] = Counter()
+
+    def _count(self, name: str) -> None:
+        # A counter changed inside a traced graph would force a recompile at each step.
+        if not torch.compiler.is_compiling():
+            self.counts[name] += 1
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        if self.token_size == 1:
+            return rows
+        self._count("all_gather")
+        gathered = rows.new_empty((self.token_size * rows.shape[0], rows.shape[1]))
+        _all_gather(gathered, rows.contiguous(), group=self.token_group)
+        return gathered
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        if self.token_size == 1:
+            return rows
+        self._count("reduce_scatter")
+        num_rows = rows.shape[0] // self.token_size
+        rows = rows.contiguous()
+        if not self.use_reduce_scatter:
+            dist.all_reduce(rows, group=self.token_group)
+            return rows.narrow(0, self.token_rank * num_rows, num_rows)
+        scattered = rows.new_empty((num_rows, rows.shape[1]))
+        _reduce_scatter(scattered, rows, group=self.token_group)
+        return scattered
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        if self.replica_size == 1:
+            return values
+        self._count("all_reduce")
+        values = values.contiguous()
+        dist.all_reduce(values, group=self.replica_group)
+        return values
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        for group, size in (
+            (self.token_group, self.token_size),
+            (self.replica_group, self.replica_size),
+        ):
+            if size > 1:
+                self._count("all_reduce_max")
+                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        return values
+
+
+def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    if group is None:
+        return 1, 0
+    return dist.get_world_size(group), dist.get_rank(group)

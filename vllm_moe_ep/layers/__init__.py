@@ -1,0 +1,1 @@
+"""The expert-parallel MoE layer, independent of any engine."""

@@ -1,0 +1,87 @@
+"""Gather the rows of all token ranks in one collective."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_moe_ep.collectives import Collectives
+from vllm_moe_ep.config import EPConfig, MoEConfig
+from vllm_moe_ep.layers.routing import normalise_topk_ids
+from vllm_moe_ep.placement import NO_EXPERT
+from vllm_moe_ep.stages import RoutedTokens
+
+# Each part's columns start on such a boundary, so that a typed view of them is aligned.
+ALIGNMENT_BYTES = 16
+_BYTE_PADDING = 0xFF
+
+
+def gather_tokens(
+    tokens: RoutedTokens,
+    capacity: int,
+    config: MoEConfig,
+    ep_config: EPConfig,
+    collectives: Collectives,
+) -> RoutedTokens:
+    """[num_tokens] rows of each token rank -> [token_size * capacity] rows on every one.
+
+    Padding rows select no expert; their activations and weights are unspecified and may be NaN.
+    With a token group of one rank nothing is packed, gathered or padded.
+    """
+    if collectives.token_size == 1:
+        return tokens
+    ids = normalise_topk_ids(tokens.topk_ids, config.num_experts)
+    tokens = RoutedTokens(tokens.hidden_states, ids, tokens.topk_weights.to(torch.float32))
+    if ep_config.gather == "fp32":
+        packed = _pack_fp32(tokens, capacity)
+        return _unpack_fp32(collectives.all_gather(packed), tokens)
+    packed = _pack_bytes(tokens, capacity)
+    return _unpack_bytes(collectives.all_gather(packed), tokens)
+
+
+def _parts(tokens: RoutedTokens) -> tuple[Tensor, Tensor, Tensor]:
+    return tokens.hidden_states, tokens.topk_ids, tokens.topk_weights
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _pack_bytes(tokens: RoutedTokens, capacity: int) -> Tensor:
+    """uint8 [capacity, width]; padding rows are all 0xFF: id -1 as int32, NaN as a float."""
+    width = sum(_aligned(_row_bytes(part)) for part in _parts(tokens))
+    device = tokens.hidden_states.device
+    packed = torch.full((capacity, width), _BYTE_PADDING, dtype=torch.uint8, device=device)
+    for span, part in zip(_parts(_unpack_bytes(packed, tokens)), _parts(tokens), strict=True):
+        span[: part.shape[0]].copy_(part)
+    return packed
+
+
+def _unpack_bytes(packed: Tensor, like: RoutedTokens) -> RoutedTokens:
+    """Typed views of the spans, without a copy."""
+    start = 0
+    views = []
+    for part in _parts(like):
+        views.append(packed.narrow(1, start, _row_bytes(part)).view(part.dtype))
+        start += _aligned(_row_bytes(part))
+    return RoutedTokens(*views)
+
+
+def _row_bytes(part: Tensor) -> int:
+    return part.shape[1] * part.element_size()
+
+
+def _pack_fp32(tokens: RoutedTokens, capacity: int) -> Tensor:
+    """fp32 [capacity, hidden_size + 2 * top_k]; it holds bf16, fp16 and the ids exactly."""
+    missing_rows = capacity - tokens.hidden_states.shape[0]
+    columns = [
+        F.pad(part.to(torch.float32), (0, 0, 0, missing_rows), value=padding)
+        for part, padding in zip(_parts(tokens), (0.0, float(NO_EXPERT), 0.0), strict=True)
+    ]
+    return torch.cat(columns, dim=1)
+
+
+def _unpack_fp32(packed: Tensor, like: RoutedTokens) -> RoutedTokens:
+    widths = [part.shape[1] for part in _parts(like)]
+    columns = packed.split(widths, dim=1)
+    parts = zip(columns, _parts(like), strict=True)
+    return RoutedTokens(*(column.to(part.dtype) for column, part in parts))

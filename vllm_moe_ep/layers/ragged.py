@@ -1,0 +1,53 @@
+"""Each expert on exactly its routed rows: shapes depend on data, for the host."""
+
+import torch
+from torch import Tensor
+
+from vllm_moe_ep.layers.expert_shard import ExpertShard
+from vllm_moe_ep.layers.ragged_plan import RaggedPlan, plan_pairs
+from vllm_moe_ep.stages import ExpertOutput, RoutedTokens
+
+# Elementwise work is shared by experts with few rows, and done on many rows expert by expert,
+# while they are still in cache.
+MAX_BATCHED_PAIRS = 256
+
+
+def ragged_experts(tokens: RoutedTokens, shard: ExpertShard) -> ExpertOutput:
+    """Compute each hit expert on its rows; no row meets an expert it is not routed to."""
+    rows = tokens.hidden_states.to(shard.linears.activation_dtype)
+    if rows.shape[0] == 1:
+        return ExpertOutput(_one_row(rows, tokens, shard))
+    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    for batch in plan_pairs(tokens, shard).batches(MAX_BATCHED_PAIRS):
+        total.index_add_(0, batch.rows, _compute(rows.index_select(0, batch.rows), batch, shard))
+    return ExpertOutput(total)
+
+
+def _compute(inputs: Tensor, batch: RaggedPlan, shard: ExpertShard) -> Tensor:
+    """fp32 [pairs, hidden_size], weighted, from one input row per pair."""
+    inputs_of = zip(batch.slots, inputs.split(batch.counts), strict=True)
+    gate_up = _join([shard.linears.gate_up(slot, part) for slot, part in inputs_of])
+    activated = shard.activate(gate_up, batch.weights)
+    activated_of = zip(batch.slots, activated.split(batch.counts), strict=True)
+    return _join([shard.linears.down(slot, part) for slot, part in activated_of]).float()
+
+
+def _one_row(row: Tensor, tokens: RoutedTokens, shard: ExpertShard) -> Tensor:
+    """fp32 [1, hidden_size]. The commonest decode step: no gather, no scatter, fewer ops."""
+    weight_of: dict[int, float] = {}
+    ids, weights = tokens.topk_ids.tolist()[0], tokens.topk_weights.tolist()[0]
+    for global_id, weight in zip(ids, weights, strict=True):
+        slot = shard.slot_of.get(global_id)
+        if slot is not None:
+            weight_of[slot] = weight_of.get(slot, 0.0) + weight
+    if not weight_of:
+        return torch.zeros(row.shape, dtype=torch.float32, device=row.device)
+    row_weight = torch.tensor(list(weight_of.values()), dtype=torch.float32, device=row.device)
+    gate_up = _join([shard.linears.gate_up(slot, row) for slot in weight_of])
+    parts = zip(weight_of, shard.activate(gate_up, row_weight).split(1), strict=True)
+    values = _join([shard.linears.down(slot, part) for slot, part in parts])
+    return values.sum(dim=0, keepdim=True, dtype=torch.float32)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,89 @@
+"""The (row, expert) pairs of this rank, sorted by expert; the one host read of a ragged step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_moe_ep.layers.expert_shard import ExpertShard
+from vllm_moe_ep.stages import RoutedTokens
+
+# Up to this many ids, lists in Python are faster than a sort in torch.
+MAX_LISTED_IDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedPlan:
+    """Pairs of some experts.
+
+    Attributes:
+        slots: slots with at least one pair, in rising order.
+        counts: number of pairs of each slot.
+        rows: int64 [pairs], row of each pair.
+        weights: fp32 [pairs].
+    """
+
+    slots: list[int]
+    counts: list[int]
+    rows: Tensor
+    weights: Tensor
+
+    def batches(self, max_pairs: int) -> Iterator["RaggedPlan"]:
+        """Consecutive whole experts, at most ``max_pairs`` pairs together unless one has more."""
+        first = start = end = 0
+        for index, count in enumerate(self.counts):
+            if end > start and end + count - start > max_pairs:
+                yield self._part(first, index, start, end)
+                first, start = index, end
+            end += count
+        if end > start:
+            yield self._part(first, len(self.slots), start, end)
+
+    def _part(self, first: int, last: int, start: int, end: int) -> "RaggedPlan":
+        return RaggedPlan(
+            self.slots[first:last],
+            self.counts[first:last],
+            self.rows[start:end],
+            self.weights[start:end],
+        )
+
+
+def plan_pairs(tokens: RoutedTokens, shard: ExpertShard) -> RaggedPlan:
+    """Pairs of this rank's experts; ids without a slot here give none."""
+    is_short = tokens.topk_ids.numel() <= MAX_LISTED_IDS
+    return _plan_in_lists(tokens, shard) if is_short else _plan_in_tensors(tokens, shard)
+
+
+def _plan_in_lists(tokens: RoutedTokens, shard: ExpertShard) -> RaggedPlan:
+    pairs: dict[int, list[tuple[int, float]]] = {}
+    weights = tokens.topk_weights.tolist()
+    for row, row_ids in enumerate(tokens.topk_ids.tolist()):
+        for position, global_id in enumerate(row_ids):
+            slot = shard.slot_of.get(global_id)
+            if slot is not None:
+                pairs.setdefault(slot, []).append((row, weights[row][position]))
+    slots = sorted(pairs)
+    flat = [pair for slot in slots for pair in pairs[slot]]
+    device = tokens.topk_ids.device
+    return RaggedPlan(
+        slots,
+        [len(pairs[slot]) for slot in slots],
+        torch.tensor([row for row, _ in flat], dtype=torch.int64, device=device),
+        torch.tensor([weight for _, weight in flat], dtype=torch.float32, device=device),
+    )
+
+
+def _plan_in_tensors(tokens: RoutedTokens, shard: ExpertShard) -> RaggedPlan:
+    top_k = tokens.topk_ids.shape[1]
+    num_slots = shard.linears.num_slots
+    slot_of_pair, order = shard.slots_by_id(tokens.topk_ids).flatten().sort(stable=True)
+    counts = torch.bincount(slot_of_pair, minlength=num_slots + 1).tolist()[:num_slots]
+    order = order[: sum(counts)]
+    slots = [slot for slot in range(num_slots) if counts[slot]]
+    return RaggedPlan(
+        slots,
+        [counts[slot] for slot in slots],
+        order // top_k,
+        tokens.topk_weights.flatten().index_select(0, order).to(torch.float32),
+    )

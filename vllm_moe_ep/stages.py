@@ -1,0 +1,49 @@
+"""What one stage of a step hands to the next."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """Rows with their routing: a rank's own before the gather, all token ranks' after it.
+
+    Attributes:
+        hidden_states: [rows, hidden_size] in the activation dtype; may be strided.
+        topk_ids: [rows, top_k] global expert ids, any integer dtype; an id outside
+            [0, num_experts) selects no expert.
+        topk_weights: [rows, top_k], any float dtype; unspecified (NaN included) at ids that
+            select no expert.
+    """
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOutput:
+    """Weighted sum of this rank's experts.
+
+    Attributes:
+        values: [rows, hidden_size] fp32; exactly 0 in a row that selects none of them.
+        overflow: int32 [1], 1 where a capacity was exceeded and ``values`` is incomplete;
+            None from strategies that cannot overflow.
+    """
+
+    values: Tensor
+    overflow: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Output of a whole traced step.
+
+    Attributes:
+        hidden_states: [num_tokens, hidden_size] in the activation dtype.
+        overflow: int32 [1], equal on every rank, or None; 1: rerun the step dense.
+    """
+
+    hidden_states: Tensor
+    overflow: Tensor | None
