@@ -55,14 +55,3 @@ def test_gated_linear_is_a_valid_op(dtype: torch.dtype) -> None:
     torch.library.opcheck(
         host.gated_linear, (rows, weight, flag), test_utils=("test_schema", "test_faketensor")
     )
-
-
-@pytest.mark.parametrize("was_enabled", [True, False])
-def test_one_bf16_row_leaves_onednn_as_it_was(was_enabled: bool) -> None:
-    rows, weight = torch.randn(1, 8).bfloat16(), torch.randn(4, 8).bfloat16()
-    with torch.backends.mkldnn.flags(enabled=was_enabled):
-        host.linear(rows, weight)
-        assert torch.backends.mkldnn.enabled == was_enabled
-        with pytest.raises(RuntimeError):
-            host.linear(rows, weight[:, :-1])
-        assert torch.backends.mkldnn.enabled == was_enabled

@@ -3,7 +3,7 @@ import torch
 from layer_factory import shard_of, tokens_of
 from oracle import Fixture, make_fixture
 
-from vllm_moe_ep.layers.ragged_plan import MAX_LISTED_IDS, RaggedPlan, plan_pairs
+from vllm_moe_ep.layers.ragged_plan import MAX_LISTED_IDS, RaggedPlan, plan_pairs, rounded_row_count
 
 Pair = tuple[int, int, float]
 
@@ -52,3 +52,20 @@ def test_batches_are_whole_experts_in_order(max_pairs: int) -> None:
 def test_no_pairs_no_batches() -> None:
     fixture = _fixture(0)
     assert not list(plan_pairs(tokens_of(fixture), shard_of(fixture)).batches(8))
+
+
+def test_row_counts_are_rounded_to_few_values() -> None:
+    counts = range(1, 513)
+    assert all(count <= rounded_row_count(count) <= max(2 * count, count + 31) for count in counts)
+    assert len({rounded_row_count(count) for count in counts}) == 6 + 15
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 100])
+def test_rounding_adds_only_weightless_pairs_of_the_spare_row(num_tokens: int) -> None:
+    fixture = _fixture(num_tokens)
+    plan = plan_pairs(tokens_of(fixture), shard_of(fixture))
+    rounded = plan.rounded(spare_row=num_tokens)
+    assert rounded.counts == [rounded_row_count(count) for count in plan.counts]
+    pairs = _pairs(rounded)
+    assert [pair for pair in pairs if pair[1] != num_tokens] == _pairs(plan)
+    assert all(pair[2] == 0.0 for pair in pairs if pair[1] == num_tokens)

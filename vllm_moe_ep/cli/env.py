@@ -12,8 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--additional-config",
         metavar="JSON",
-        help="the JSON that vllm serve would get, for example "
-        '\'{"moe_ep": {"experts": "dense"}}\'',
+        help='the JSON that vllm serve would get, for example \'{"moe_ep": {"experts": "dense"}}\'',
     )
 
 

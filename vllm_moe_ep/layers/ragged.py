@@ -1,6 +1,7 @@
-"""Each expert on exactly its routed rows: shapes depend on data, for the host."""
+"""Each expert on its routed rows alone: shapes depend on data, for the host."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_moe_ep.layers.expert_shard import ExpertShard
@@ -17,10 +18,13 @@ def ragged_experts(tokens: RoutedTokens, shard: ExpertShard) -> ExpertOutput:
     rows = tokens.hidden_states.to(shard.linears.activation_dtype)
     if rows.shape[0] == 1:
         return ExpertOutput(_one_row(rows, tokens, shard))
+    num_rows = rows.shape[0]
+    # The spare row that fills up an expert's rows: zeros, and nobody reads what is added to it.
+    rows = F.pad(rows, (0, 0, 0, 1))
     total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-    for batch in plan_pairs(tokens, shard).batches(MAX_BATCHED_PAIRS):
+    for batch in plan_pairs(tokens, shard).rounded(num_rows).batches(MAX_BATCHED_PAIRS):
         total.index_add_(0, batch.rows, _compute(rows.index_select(0, batch.rows), batch, shard))
-    return ExpertOutput(total)
+    return ExpertOutput(total[:num_rows])
 
 
 def _compute(inputs: Tensor, batch: RaggedPlan, shard: ExpertShard) -> Tensor:

@@ -20,26 +20,7 @@ def linear(rows: Tensor, weight: Tensor) -> Tensor:
     """
     if weight.dtype is torch.float16:
         return F.linear(rows.float(), weight.float())
-    if weight.dtype is torch.bfloat16 and not torch.compiler.is_compiling() and rows.shape[0] == 1:
-        return _one_row_bf16(rows, weight)
     return F.linear(rows, weight)
-
-
-def _one_row_bf16(row: Tensor, weight: Tensor) -> Tensor:
-    """One bf16 row, the commonest product of a decode step, by torch's own kernel.
-
-    On x86 with AVX512-BF16 and torch 2.13 it reads the weight 1.5 times as fast as oneDNN does
-    and spares its call overhead; both sum in fp32. The flag belongs to the process. It is only
-    ever turned back on by a caller that found it on, so concurrent callers cannot leave it off.
-    """
-    onednn = torch.backends.mkldnn
-    if not onednn.enabled:
-        return F.linear(row, weight)
-    onednn.enabled = False  # type: ignore[assignment]
-    try:
-        return F.linear(row, weight)
-    finally:
-        onednn.enabled = True  # type: ignore[assignment]
 
 
 @torch.library.custom_op("vllm_moe_ep_kernels::gated_linear", mutates_args=())

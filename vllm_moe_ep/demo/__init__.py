@@ -1,0 +1,1 @@
+"""The demo, and what it is made of: a `vllm serve` process and a client for its OpenAI API."""

@@ -1,0 +1,92 @@
+"""make_model.json: written last, it tells a finished model and the options it was made with."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_moe_ep.errors import SettingsError
+
+from .options import MakeModelOptions, ModelReport
+
+MANIFEST_NAME = "make_model.json"
+# Raise it when the same options begin to give another model.
+_RECIPE_VERSION = 1
+
+
+def write_manifest(directory: Path, options: MakeModelOptions, report: ModelReport) -> None:
+    """Record options, report and file sizes; every other file must be there already."""
+    content = {
+        "recipe_version": _RECIPE_VERSION,
+        "recipe": options.recipe,
+        "report": _stored_fields(report),
+        "file_bytes": {path.name: path.stat().st_size for path in sorted(directory.iterdir())},
+    }
+    text = json.dumps(content, indent=2) + "\n"
+    (directory / MANIFEST_NAME).write_text(text, encoding="utf-8")
+
+
+def find_finished_model(options: MakeModelOptions) -> ModelReport | None:
+    """The report of the model in the directory if it can be kept, None if one must be made.
+
+    Raises:
+        SettingsError: the directory holds something that must not be replaced.
+    """
+    directory = options.directory
+    if directory.resolve() == Path.cwd():
+        raise SettingsError(
+            f"The model's directory is put in place at once, so {directory} cannot be the current "
+            "one: name a directory inside it or elsewhere."
+        )
+    if not directory.exists():
+        return None
+    if not directory.is_dir():
+        raise SettingsError(
+            f"The model needs a directory, but {directory} is a file: name another place."
+        )
+    if not any(directory.iterdir()):
+        return None
+    manifest = _read_manifest(directory)
+    if options.force:
+        return None
+    difference = _difference(manifest, options, directory)
+    if difference is not None:
+        raise SettingsError(
+            f"{directory} holds a model that differs from the one asked for ({difference}): "
+            "name another directory, or replace it with --force."
+        )
+    return ModelReport(directory=directory, reused=True, **manifest["report"])
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
+        is_manifest = isinstance(manifest, dict) and "recipe_version" in manifest
+    except (FileNotFoundError, ValueError):
+        is_manifest = False
+    if not is_manifest:
+        raise SettingsError(
+            f"{directory} is not empty and has no valid {MANIFEST_NAME}, so make-model did not "
+            "make it and will not overwrite it: name a new or an empty directory."
+        )
+    return manifest
+
+
+def _difference(manifest: dict[str, Any], options: MakeModelOptions, directory: Path) -> str | None:
+    if manifest["recipe_version"] != _RECIPE_VERSION:
+        return "made by another version of make-model"
+    found = manifest["recipe"]
+    for key, wanted in options.recipe.items():
+        if found[key] != wanted:
+            return f"{key} is {found[key]}, not {wanted}"
+    for name, num_bytes in manifest["file_bytes"].items():
+        path = directory / name
+        if not path.is_file() or path.stat().st_size != num_bytes:
+            return f"{name} is missing or was changed"
+    return None
+
+
+def _stored_fields(report: ModelReport) -> dict[str, Any]:
+    fields = dataclasses.asdict(report)
+    del fields["directory"], fields["reused"]
+    return fields
