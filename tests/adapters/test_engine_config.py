@@ -19,9 +19,7 @@ def test_llm_argument_is_folded(make_config: MakeConfig, spelling: str) -> None:
 
 
 def test_another_backend_is_left_alone(make_config: MakeConfig) -> None:
-    config = make_config(
-        tensor_parallel_size=2, data_parallel_size=2, enable_expert_parallel=True
-    )
+    config = make_config(tensor_parallel_size=2, data_parallel_size=2, enable_expert_parallel=True)
     assert not is_chosen(config)
     assert config.parallel_config.all2all_backend == "allgather_reducescatter"
     assert config.parallel_config.use_sequence_parallel_moe

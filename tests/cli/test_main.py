@@ -16,9 +16,7 @@ def test_env_prints_the_values_in_force(
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"moe_ep": {"gathr": "fp32"}}'])
-def test_env_refuses_a_bad_additional_config(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_env_refuses_a_bad_additional_config(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--additional-config", text]) == 2
     assert "vllm-moe-ep env: " in capsys.readouterr().err
 

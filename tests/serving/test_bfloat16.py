@@ -1,0 +1,44 @@
+"""In bfloat16, where near-ties flip tokens: no farther from stock vLLM on one rank than stock is.
+
+Every server scores the same text, so that all of them see the same context at each token.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+import pytest
+from layouts import LAYOUTS, MAX_MODEL_LEN, STOCK_TP1, STOCK_TP2
+from workload import Serve
+
+from vllm_moe_ep.demo.client import CompletionClient
+from vllm_moe_ep.demo.perplexity import split_windows
+
+pytestmark = pytest.mark.serving
+
+# Both distances are sums of independent roundings over a few thousand tokens; their means
+# scatter by a few per cent between two equally good servers.
+_SCATTER = 1.15
+
+
+def test_no_farther_from_one_rank_than_stock_on_two(serve: Serve, heldout: str) -> None:
+    flags = {"stock-tp1": STOCK_TP1, "stock-tp2": STOCK_TP2}
+    flags |= {f"static-{one.name}": one.flags for one in LAYOUTS if one.name == "tp2-ep"}
+    logprobs = {}
+    for name, arguments in flags.items():
+        num_ranks = 1 if name == "stock-tp1" else 2
+        with serve(f"bfloat16-{name}", arguments, num_ranks, dtype="bfloat16") as server:
+            logprobs[name] = _score(CompletionClient(server.base_url), heldout)
+    stock = _distance(logprobs["stock-tp2"], logprobs["stock-tp1"])
+    ours = _distance(logprobs["static-tp2-ep"], logprobs["stock-tp1"])
+    print(f"mean distance in logprob from stock on one rank: stock {stock:.6f}, ours {ours:.6f}")
+    assert 0 < ours <= stock * _SCATTER
+
+
+def _score(client: CompletionClient, text: str) -> list[float]:
+    token_ids = client.tokenize(text, add_special_tokens=False)
+    windows = split_windows(token_ids, MAX_MODEL_LEN - 1)
+    return [logprob for window in windows for logprob in client.prompt_logprobs(window)]
+
+
+def _distance(first: Sequence[float], second: Sequence[float]) -> float:
+    return statistics.mean(abs(a - b) for a, b in zip(first, second, strict=True))
