@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_moe_ep.layers.expert_weights import ExpertLinears
+from vllm_moe_ep.layers.expert_weights import ExpertLinears, FusedExperts
 from vllm_moe_ep.placement import NO_EXPERT, LocalExperts
 from vllm_moe_ep_kernels.host.swiglu import swiglu
 
@@ -36,6 +36,7 @@ class ExpertShard:
         swiglu_limit: clamp of the activation, or None.
 
     Attributes:
+        fused: the weights again, where they compute whole experts in one call.
         slot_ids: int32 [num_slots], the global id of each slot. A tensor, so that ranks with
             different ids trace the same graph.
 
@@ -56,8 +57,10 @@ class ExpertShard:
                 f"{placement.num_local_experts}."
             )
         self.linears = linears
+        self.fused = linears if isinstance(linears, FusedExperts) else None
         self.swiglu_limit = swiglu_limit
         self.num_experts = placement.num_experts
+        self.holds_all_experts = placement.num_local_experts == placement.num_experts
         self.slot_of = placement.local_id_of
         slot_ids = [*placement.global_ids, *[_UNUSED_SLOT] * num_unused]
         self.slot_ids = torch.tensor(slot_ids, dtype=torch.int32, device=linears.device)

@@ -3,7 +3,7 @@
 A weight format is one class with the interface ``ExpertLinears``; the strategies know no format.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +38,27 @@ class ExpertLinears(Protocol):
 
     def down(self, slot: int, rows: Tensor, flag: Tensor | None = None) -> Tensor:
         """[rows, moe_intermediate_size] -> [rows, hidden_size]."""
+        ...
+
+
+@runtime_checkable
+class FusedExperts(Protocol):
+    """Weights that an engine's grouped kernel takes, activation and weighting included.
+
+    Only the ragged strategy can use them.
+    """
+
+    def fused(self, rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """Sum over k of weights[:, k] * expert slots[:, k] of the row.
+
+        Args:
+            rows: [rows, hidden_size] in hidden_dtype.
+            slots: int32 [rows, k], each in [0, num_slots): a row meets no other expert.
+            weights: fp32 [rows, k].
+
+        Returns:
+            [rows, hidden_size] in hidden_dtype.
+        """
         ...
 
 

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_moe_ep.layers.expert_shard import ExpertShard
-from vllm_moe_ep.layers.ragged_plan import RaggedPlan, plan_pairs
+from vllm_moe_ep.layers.fused_experts import fused_rows
+from vllm_moe_ep.layers.ragged_plan import RaggedPlan, one_row_weights, plan_pairs
 from vllm_moe_ep.stages import ExpertOutput, RoutedTokens
 
 # Elementwise work is shared by experts with few rows, and done on many rows expert by expert,
@@ -15,6 +16,8 @@ MAX_BATCHED_PAIRS = 256
 
 def ragged_experts(tokens: RoutedTokens, shard: ExpertShard) -> ExpertOutput:
     """Compute each hit expert on its rows; no row meets an expert it is not routed to."""
+    if shard.fused is not None:
+        return ExpertOutput(fused_rows(tokens, shard, shard.fused))
     rows = tokens.hidden_states.to(shard.linears.activation_dtype)
     if rows.shape[0] == 1:
         return ExpertOutput(_one_row(rows, tokens, shard))
@@ -38,12 +41,7 @@ def _compute(inputs: Tensor, batch: RaggedPlan, shard: ExpertShard) -> Tensor:
 
 def _one_row(row: Tensor, tokens: RoutedTokens, shard: ExpertShard) -> Tensor:
     """fp32 [1, hidden_size]. The commonest decode step: no gather, no scatter, fewer ops."""
-    weight_of: dict[int, float] = {}
-    ids, weights = tokens.topk_ids.tolist()[0], tokens.topk_weights.tolist()[0]
-    for global_id, weight in zip(ids, weights, strict=True):
-        slot = shard.slot_of.get(global_id)
-        if slot is not None:
-            weight_of[slot] = weight_of.get(slot, 0.0) + weight
+    weight_of = one_row_weights(tokens, shard)
     if not weight_of:
         return torch.zeros(row.shape, dtype=torch.float32, device=row.device)
     row_weight = torch.tensor(list(weight_of.values()), dtype=torch.float32, device=row.device)

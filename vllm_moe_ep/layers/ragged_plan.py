@@ -83,6 +83,17 @@ class RaggedPlan:
         )
 
 
+def one_row_weights(tokens: RoutedTokens, shard: ExpertShard) -> dict[int, float]:
+    """Slot -> weight of the only row's experts on this rank; an id that repeats adds up."""
+    weight_of: dict[int, float] = {}
+    ids, weights = tokens.topk_ids.tolist()[0], tokens.topk_weights.tolist()[0]
+    for global_id, weight in zip(ids, weights, strict=True):
+        slot = shard.slot_of.get(global_id)
+        if slot is not None:
+            weight_of[slot] = weight_of.get(slot, 0.0) + weight
+    return weight_of
+
+
 def plan_pairs(tokens: RoutedTokens, shard: ExpertShard) -> RaggedPlan:
     """Pairs of this rank's experts; ids without a slot here give none."""
     is_short = tokens.topk_ids.numel() <= MAX_LISTED_IDS

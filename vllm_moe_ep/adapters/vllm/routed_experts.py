@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import ForwardContext
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from vllm_moe_ep.adapters.vllm import engine_config, stock_guard
+from vllm_moe_ep.adapters.vllm import cpu_experts, engine_config, stock_guard
 from vllm_moe_ep.adapters.vllm.capacity import largest_capacity, step_capacity
 from vllm_moe_ep.adapters.vllm.groups import describe_groups, layer_collectives
 from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod, format_refusal
 from vllm_moe_ep.config import MoEConfig
-from vllm_moe_ep.layers.expert_weights import FloatExperts
+from vllm_moe_ep.layers.expert_weights import ExpertLinears, FloatExperts
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 from vllm_moe_ep.placement import LocalExperts
+
+logger = init_logger("vllm.vllm_moe_ep")
 
 
 class StaticEPRoutedExperts(RoutedExperts):
@@ -74,14 +77,20 @@ class StaticEPRoutedExperts(RoutedExperts):
             max_num_tokens=self.max_num_tokens,
             swiglu_limit=self.swiglu_limit,
         )
-        weights = FloatExperts(self.w13_weight, self.w2_weight, config)
         self.static_layer = StaticEPLayer(
             config,
             self.placement,
-            weights,
+            self._expert_weights(config),
             layer_collectives(),
             engine_config.ep_config_of(self.settings),
         )
+
+    def _expert_weights(self, config: MoEConfig) -> ExpertLinears:
+        isa = cpu_experts.kernel_isa(self, config, self.settings.experts)
+        if isa is not None:
+            logger.info_once("static-ep: experts by vLLM's grouped CPU kernel (%s)", isa)
+            return cpu_experts.PackedCpuExperts(self, isa)
+        return FloatExperts(self.w13_weight, self.w2_weight, config)
 
     def compute(
         self,

@@ -1,0 +1,97 @@
+"""vLLM's grouped CPU kernel as our experts, against the oracle; where it applies."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from layer_factory import config_of, local_of
+from oracle import REL_L2_LIMIT, Fixture, make_fixture, rel_l2
+
+from vllm_moe_ep.adapters.vllm.cpu_experts import PackedCpuExperts
+from vllm_moe_ep.collectives import SingleProcess
+from vllm_moe_ep.layers.static_ep import StaticEPLayer
+
+
+class Holder(torch.nn.Module):
+    """Stands for vLLM's experts module: it holds the two parameters."""
+
+    def __init__(self, fixture: Fixture, own: list[int]) -> None:
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(fixture.w13_weight[own], requires_grad=False)
+        self.w2_weight = torch.nn.Parameter(fixture.w2_weight[own], requires_grad=False)
+
+
+def ranks_sum(fixture: Fixture, ep_size: int, **inputs: Any) -> torch.Tensor:
+    values = torch.zeros(fixture.hidden_states.shape)
+    for rank in range(ep_size):
+        local = local_of(fixture, ep_size, rank)
+        packed = PackedCpuExperts(Holder(fixture, list(local.global_ids)), "vec")
+        layer = StaticEPLayer(config_of(fixture), local, packed, SingleProcess())
+        values += layer.routed_partial(
+            fixture.hidden_states,
+            fixture.topk_ids,
+            fixture.topk_weights,
+            capacity=len(fixture.hidden_states),
+            out_dtype=torch.float32,
+        )
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 300])
+@pytest.mark.parametrize("ep_size", [1, 2, 3, 16])
+def test_equals_the_oracle(dtype: torch.dtype, num_tokens: int, ep_size: int) -> None:
+    fixture = make_fixture(dtype, num_tokens)
+    fixture.topk_ids[::5, 0] = -1
+    fixture.topk_ids[1::5, 1] = 16
+    fixture.topk_ids[2::5, 2] = fixture.topk_ids[2::5, 3]
+    assert rel_l2(ranks_sum(fixture, ep_size), fixture.routed()) <= REL_L2_LIMIT[dtype]
+
+
+def test_bad_expert_and_bad_row_stay_where_they_are() -> None:
+    fixture = make_fixture(torch.bfloat16, 32)
+    fixture.topk_ids[fixture.topk_ids == 15] = -1
+    clean = ranks_sum(fixture, 2)
+    fixture.w13_weight[15] = float("nan")
+    fixture.w2_weight[15] = float("inf")
+    fixture.hidden_states[3] = float("nan")
+    dirty = ranks_sum(fixture, 2)
+    others = torch.arange(32) != 3
+    assert torch.equal(dirty[others], clean[others])
+    assert dirty[3].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "kernel"),
+        ({"experts": "ragged"}, "kernel"),
+        ({"experts": "dense"}, None),
+        ({"dtype": torch.float16}, None),
+        ({"limit": 7.0}, None),
+    ],
+)
+def test_where_the_kernel_applies(
+    changes: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    from vllm_moe_ep.adapters.vllm import cpu_experts
+
+    fixture = make_fixture(changes.get("dtype", torch.bfloat16), 1)
+    layer = Holder(fixture, list(range(16)))
+    layer.moe_config = SimpleNamespace(  # type: ignore[assignment]
+        hidden_dim=256,
+        intermediate_size_per_partition=128,
+        activation=MoEActivation.SILU,
+        moe_backend="static_ep",
+    )
+    selected = SimpleNamespace(
+        isa="kernel", output_alignment=32, _supports_grouped_gemm=lambda config: (True, None)
+    )
+    monkeypatch.setattr(
+        cpu_experts, "select_unquantized_moe_backend", lambda moe_config: ("CPU", selected)
+    )
+    config = config_of(fixture, changes.get("limit"))
+    assert cpu_experts.kernel_isa(layer, config, changes.get("experts", "auto")) == expected

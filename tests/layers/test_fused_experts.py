@@ -1,0 +1,86 @@
+"""A grouped kernel gets exactly the local (row, expert) pairs, whatever the routing holds."""
+
+import pytest
+import torch
+from layer_factory import config_of, layer_of, local_of
+from oracle import Fixture, expert, make_fixture, rel_l2
+from torch import Tensor
+
+from vllm_moe_ep.collectives import SingleProcess
+from vllm_moe_ep.layers.expert_weights import FloatExperts
+from vllm_moe_ep.layers.static_ep import StaticEPLayer
+
+NUM_RANKS = 4
+
+
+class StrictKernel(FloatExperts):
+    """Computes pair by pair, and fails where a real kernel would read out of bounds."""
+
+    num_calls = 0
+
+    def fused(self, rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        self.num_calls += 1
+        assert slots.dtype == torch.int32 and weights.dtype == torch.float32
+        assert slots.shape == weights.shape and len(slots) == len(rows) > 0
+        assert ((slots >= 0) & (slots < self.num_slots)).all()
+        output = torch.full_like(rows, float("nan"))
+        for row, (own_slots, own_weights) in enumerate(zip(slots, weights, strict=True)):
+            parts = [
+                weight * expert(rows[row], self.w13_weight[slot], self.w2_weight[slot])
+                for slot, weight in zip(own_slots.tolist(), own_weights.tolist(), strict=True)
+            ]
+            output[row] = torch.stack(parts).sum(0)
+        return output
+
+
+def rank_layer(fixture: Fixture, ep_size: int, ep_rank: int) -> StaticEPLayer:
+    local = local_of(fixture, ep_size, ep_rank)
+    own = list(local.global_ids)
+    config = config_of(fixture)
+    kernel = StrictKernel(fixture.w13_weight[own], fixture.w2_weight[own], config)
+    return StaticEPLayer(config, local, kernel, SingleProcess())
+
+
+def ranks_sum(fixture: Fixture, ep_size: int) -> Tensor:
+    capacity = len(fixture.hidden_states)
+    arguments = (fixture.hidden_states, fixture.topk_ids, fixture.topk_weights)
+    layers = [rank_layer(fixture, ep_size, rank) for rank in range(ep_size)]
+    return sum(layer.routed_partial(*arguments, capacity=capacity) for layer in layers)
+
+
+def small_fixture(num_tokens: int) -> Fixture:
+    return make_fixture(num_tokens=num_tokens, hidden_size=16, moe_intermediate_size=8)
+
+
+@pytest.mark.parametrize("ep_size", [1, NUM_RANKS, 16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+def test_equals_the_oracle(num_tokens: int, ep_size: int) -> None:
+    fixture = small_fixture(num_tokens)
+    assert rel_l2(ranks_sum(fixture, ep_size), fixture.routed()) <= 1e-5
+
+
+@pytest.mark.parametrize("ep_size", [1, NUM_RANKS])
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_ids_without_an_expert_and_repeated_ids(num_tokens: int, ep_size: int) -> None:
+    fixture = small_fixture(num_tokens)
+    fixture.topk_ids[0] = torch.tensor([3, 3, -1, 16])
+    fixture.topk_weights[0, 2:] = float("nan")
+    assert rel_l2(ranks_sum(fixture, ep_size), fixture.routed()) <= 1e-5
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_no_pair_calls_no_kernel(num_tokens: int) -> None:
+    fixture = small_fixture(num_tokens)
+    fixture.topk_ids.fill_(-1)
+    layer = rank_layer(fixture, 1, 0)
+    values = layer.routed_partial(
+        fixture.hidden_states, fixture.topk_ids, fixture.topk_weights, capacity=num_tokens
+    )
+    assert values.shape == fixture.hidden_states.shape
+    assert torch.equal(values, torch.zeros_like(values))
+    assert layer.shard.linears.num_calls == 0  # type: ignore[attr-defined]
+
+
+def test_other_strategies_do_without_it() -> None:
+    fixture = small_fixture(5)
+    assert layer_of(fixture).shard.fused is None

@@ -1,0 +1,80 @@
+"""Local experts by vLLM's grouped CPU kernel, which packs the weights for itself."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
+from vllm.model_executor.utils import replace_parameter
+
+from vllm_moe_ep.adapters.vllm.compat import with_moe_backend
+from vllm_moe_ep.config import MoEConfig
+
+_DTYPES = (torch.bfloat16, torch.float32)
+"""fp16 stays with our own products: they sum in fp32, where the kernel would overflow."""
+
+
+class PackedCpuExperts:
+    """Expert weights in the kernel's packed order, in place of the loaded ones.
+
+    Attributes as in `layers.expert_weights.ExpertLinears`.
+    """
+
+    def __init__(self, layer: Any, isa: str) -> None:
+        for name in ("w13_weight", "w2_weight"):
+            packed = cpu_prepack_moe_weight(getattr(layer, name), isa)
+            replace_parameter(layer, name, packed)
+        self._layer = layer
+        self._isa = isa
+        self.num_slots: int = layer.w13_weight.shape[0]
+        self.device = layer.w13_weight.device
+        self.hidden_dtype = self.activation_dtype = layer.w13_weight.dtype
+
+    def fused(self, rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """As `layers.expert_weights.FusedExperts.fused`."""
+        output = torch.empty_like(rows)
+        layer = self._layer
+        cpu_fused_moe(
+            output,
+            rows,
+            layer.w13_weight,
+            layer.w2_weight,
+            None,
+            None,
+            weights,
+            slots,
+            "silu",
+            self._isa,
+        )
+        return output
+
+    def gate_up(self, slot: int, rows: Tensor, flag: Tensor | None = None) -> Tensor:
+        raise NotImplementedError(_WHOLE_EXPERTS_ONLY)
+
+    def down(self, slot: int, rows: Tensor, flag: Tensor | None = None) -> Tensor:
+        raise NotImplementedError(_WHOLE_EXPERTS_ONLY)
+
+
+_WHOLE_EXPERTS_ONLY = "The packed CPU kernel computes whole experts: use the ragged strategy."
+
+
+def kernel_isa(layer: Any, config: MoEConfig, experts: str) -> str | None:
+    """The instruction set that the kernel uses for this layer; None where it does not apply.
+
+    Args:
+        layer: our `RoutedExperts` with its weights loaded.
+        config: the layer's shape.
+        experts: the setting of that name.
+    """
+    if experts not in ("auto", "ragged") or config.swiglu_limit is not None:
+        return None
+    if layer.w13_weight.device.type != "cpu" or layer.w13_weight.dtype not in _DTYPES:
+        return None
+    _, experts_class = select_unquantized_moe_backend(with_moe_backend(layer.moe_config, "auto"))
+    supports_shape = getattr(experts_class, "_supports_grouped_gemm", None)
+    if supports_shape is None or not supports_shape(layer.moe_config)[0]:
+        return None
+    if config.moe_intermediate_size % experts_class.output_alignment:
+        return None
+    return experts_class.isa
