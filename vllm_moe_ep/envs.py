@@ -190,7 +190,22 @@ def load_settings(
     for name, value in overrides.items():
         source = f"additional-config {OVERRIDE_KEY}.{name}"
         values[name] = _known(str(name), source, "").parse(value, source)
-    return Settings(**values)
+    settings = Settings(**values)
+    _refuse_contradictions(settings)
+    return settings
+
+
+def _refuse_contradictions(settings: Settings) -> None:
+    if settings.experts == "grouped" and settings.expert_capacity == 0:
+        raise SettingsError(
+            f"{PREFIX}EXPERTS=grouped (or {OVERRIDE_KEY}.experts) needs {PREFIX}EXPERT_CAPACITY "
+            f"(or {OVERRIDE_KEY}.expert_capacity) of at least 1, found 0."
+        )
+    if settings.experts == "ragged" and settings.platform in ("cuda", "neuron"):
+        raise SettingsError(
+            f"{PREFIX}EXPERTS=ragged works on cpu only, found {PREFIX}PLATFORM="
+            f"{settings.platform}: use auto, dense, gated or grouped."
+        )
 
 
 def _known(name: str, source: str, prefix: str) -> Variable:

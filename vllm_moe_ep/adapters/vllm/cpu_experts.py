@@ -71,10 +71,11 @@ def kernel_isa(layer: Any, config: MoEConfig, experts: str) -> str | None:
         return None
     if layer.w13_weight.device.type != "cpu" or layer.w13_weight.dtype not in _DTYPES:
         return None
+    experts_class: Any
     _, experts_class = select_unquantized_moe_backend(with_moe_backend(layer.moe_config, "auto"))
     supports_shape = getattr(experts_class, "_supports_grouped_gemm", None)
     if supports_shape is None or not supports_shape(layer.moe_config)[0]:
         return None
     if config.moe_intermediate_size % experts_class.output_alignment:
         return None
-    return experts_class.isa
+    return str(experts_class.isa)

@@ -43,7 +43,11 @@ def report(model: Any, vllm_config: Any, is_draft: bool) -> None:
     from vllm_moe_ep.adapters.vllm.routed_experts import StaticEPRoutedExperts
 
     layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    ours = [layer for layer in layers if _is_ours(layer, StaticEPRoutedExperts)]
+    ours = [
+        layer
+        for layer in layers
+        if isinstance(layer, StaticEPRoutedExperts) and layer.refusal is None
+    ]
     stock = [layer.layer_name for layer in layers if layer not in ours]
     settings = engine_config.settings_of(vllm_config)
     if not (ours or is_draft or (stock and settings.allow_stock)):
@@ -62,7 +66,3 @@ def report(model: Any, vllm_config: Any, is_draft: bool) -> None:
     )
     if stock:
         logger.warning("static-ep: left on vLLM's own layer as allowed: %s", ", ".join(stock))
-
-
-def _is_ours(layer: Any, our_class: type) -> bool:
-    return isinstance(layer, our_class) and layer.refusal is None

@@ -27,8 +27,8 @@ class StaticEPMethod(FusedMoEMethodBase):
     """Unquantised expert weights, kept as loaded and computed by the static EP layer."""
 
     # The runner must not gather tokens itself: the layer does.
-    supports_internal_mk = True  # type: ignore[assignment]
-    is_monolithic = False  # type: ignore[assignment]
+    supports_internal_mk = True
+    is_monolithic = False
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe)

@@ -34,6 +34,10 @@ class StaticEPRoutedExperts(RoutedExperts):
         static_layer: the layer, built once the weights are loaded.
     """
 
+    w13_weight: torch.Tensor
+    w2_weight: torch.Tensor
+    _expert_map: torch.Tensor | None
+
     def __init__(self, *args: Any, refusal: str | None, **kwargs: Any) -> None:
         # Both are read by _get_quant_method, which the base constructor calls.
         self.refusal = refusal
@@ -57,9 +61,10 @@ class StaticEPRoutedExperts(RoutedExperts):
     @property
     def placement(self) -> LocalExperts:
         """This rank's experts, as vLLM placed them."""
-        if self._expert_map is None:
+        expert_map: torch.Tensor | None = self._expert_map
+        if expert_map is None:
             return LocalExperts(self.global_num_experts, tuple(range(self.global_num_experts)))
-        return LocalExperts.from_expert_map(self._expert_map.tolist())
+        return LocalExperts.from_expert_map(expert_map.tolist())
 
     @property
     def groups_summary(self) -> str:
