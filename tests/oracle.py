@@ -1,12 +1,16 @@
 """The right answer, by plain loops in fp64. Imports nothing of the project."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 REL_L2_LIMIT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+# fp64 [1, k] -> fp64 [1, k]: what is left of activations after a cast.
+Cast = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Fixture:
     def dtype(self) -> torch.dtype:
         return self.hidden_states.dtype
 
-    def routed(self, limit: float | None = None) -> Tensor:
+    def routed(self, limit: float | None = None, cast: Cast | None = None) -> Tensor:
         return routed_experts(
             self.hidden_states,
             self.topk_ids,
@@ -31,6 +35,7 @@ class Fixture:
             self.w13_weight,
             self.w2_weight,
             limit,
+            cast,
         )
 
 
@@ -54,12 +59,24 @@ def make_fixture(
     )
 
 
-def expert(row: Tensor, w13: Tensor, w2: Tensor, limit: float | None = None) -> Tensor:
-    """One expert on one row, fp64."""
-    gate, up = (w13.double() @ row.double()).chunk(2)
+def expert(
+    row: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float | None = None,
+    weight: float = 1.0,
+    cast: Cast | None = None,
+) -> Tensor:
+    """One expert on one row, fp64. Activations are cast before each product."""
+    row = _cast(row.double(), cast)
+    gate, up = (w13.double() @ row).chunk(2)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return w2.double() @ (gate * torch.sigmoid(gate) * up)
+    return w2.double() @ _cast(weight * gate * torch.sigmoid(gate) * up, cast)
+
+
+def _cast(row: Tensor, cast: Cast | None) -> Tensor:
+    return row if cast is None else cast(row[None])[0]
 
 
 def routed_experts(
@@ -69,23 +86,29 @@ def routed_experts(
     w13_weight: Tensor,
     w2_weight: Tensor,
     limit: float | None = None,
+    cast: Cast | None = None,
 ) -> Tensor:
-    """fp64 [num_tokens, hidden_size]; ids outside the experts are skipped."""
+    """fp64 [num_tokens, hidden_size]; ids outside the experts are skipped, repeated ones add up."""
     output = torch.zeros(hidden_states.shape, dtype=torch.float64)
     ids, weights = topk_ids.tolist(), topk_weights.tolist()
     for token, row in enumerate(hidden_states):
+        weight_of: dict[int, float] = {}
         for expert_id, weight in zip(ids[token], weights[token], strict=True):
             if 0 <= expert_id < len(w13_weight):
-                value = expert(row, w13_weight[expert_id], w2_weight[expert_id], limit)
-                output[token] += weight * value
+                weight_of[expert_id] = weight_of.get(expert_id, 0.0) + weight
+        for expert_id, weight in weight_of.items():
+            w13, w2 = w13_weight[expert_id], w2_weight[expert_id]
+            output[token] += expert(row, w13, w2, limit, weight, cast)
     return output
 
 
-def shared_expert(hidden_states: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+def shared_expert(
+    hidden_states: Tensor, w13: Tensor, w2: Tensor, cast: Cast | None = None
+) -> Tensor:
     """fp64 [num_tokens, hidden_size]: one expert on every row, weight 1."""
     output = torch.zeros(hidden_states.shape, dtype=torch.float64)
     for token, row in enumerate(hidden_states):
-        output[token] = expert(row, w13, w2)
+        output[token] = expert(row, w13, w2, cast=cast)
     return output
 
 

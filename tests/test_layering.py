@@ -1,6 +1,7 @@
 """Who may import whom, and who may read the environment, from the syntax trees."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterable
 from graphlib import TopologicalSorter
@@ -15,9 +16,12 @@ LEVELS = {
     "vllm_moe_ep.hardware": 1,
     "vllm_moe_ep.config": 1,
     "vllm_moe_ep.stages": 1,
+    "vllm_moe_ep.quant.formats": 1,
+    "vllm_moe_ep.quant": 2,
     "vllm_moe_ep.placement": 2,
     "vllm_moe_ep.collectives": 2,
     "vllm_moe_ep_kernels": 2,
+    "vllm_moe_ep.deepgemm": 2,
     "vllm_moe_ep.layers": 3,
     "vllm_moe_ep.adapters": 4,
     "vllm_moe_ep.cli": 4,
@@ -26,12 +30,22 @@ LEVELS = {
 }
 # The package's own module holds names that all levels use, and imports the adapters on demand.
 PACKAGE = "vllm_moe_ep"
+REFERENCE = "vllm_moe_ep_kernels.reference"
 ENVIRONMENT_READERS = {
     "vllm_moe_ep/envs.py": "the registry of settings",
+    "vllm_moe_ep/deepgemm/library.py": "sets CUDA_HOME and the kernel cache for deep_gemm",
+    "vllm_moe_ep/cli/doctor.py": "shows VLLM_PLUGINS and asks as the layer would",
     "vllm_moe_ep/demo/cli.py": "finds the user's cache folder",
     "vllm_moe_ep/demo/server.py": "hands its environment on to the server it starts",
     "vllm_moe_ep/adapters/vllm/environment.py": "declares the settings to vLLM's own registry",
     "vllm_moe_ep/adapters/vllm/plugin_filter.py": "reads VLLM_PLUGINS, which is vLLM's",
+}
+# Names within vllm that other files than its adapter may hold.
+NAMED_VLLM_MODULES = {
+    # A library of its own inside vLLM's wheel, whose import needs nothing of vLLM's API.
+    "vllm_moe_ep/deepgemm/sources.py": {"vllm.third_party.deep_gemm"},
+    # The entry point group of plugins, no module.
+    "vllm_moe_ep/cli/doctor.py": {"vllm.general_plugins"},
 }
 
 
@@ -126,14 +140,33 @@ def test_vllm_is_imported_by_its_adapter_only(module: str) -> None:
     assert "vllm" not in roots
 
 
+def _names_within(package: str, module: str) -> set[str]:
+    """Strings of `module` that are dotted names within `package`."""
+    pattern = re.compile(rf"{package}(\.\w+)+")
+    strings = (node.value for node in ast.walk(_tree(module)) if isinstance(node, ast.Constant))
+    return {text for text in strings if isinstance(text, str) and pattern.fullmatch(text)}
+
+
+def test_vllm_modules_are_named_for_import_only_where_listed() -> None:
+    """An import by name, importlib.import_module("vllm.x"), is one the test above cannot see."""
+    named = {
+        str(SOURCES[module].relative_to(ROOT)): names
+        for module in SOURCES
+        if not module.startswith("vllm_moe_ep.adapters.vllm")
+        and (names := _names_within("vllm", module))
+    }
+    assert named == NAMED_VLLM_MODULES
+
+
 @each_module
 def test_kernels_do_not_import_the_package(module: str) -> None:
     if not module.startswith("vllm_moe_ep_kernels"):
         return
     roots = {name.split(".")[0] for name in _all_imports(module)}
     assert PACKAGE not in roots
-    if module.startswith("vllm_moe_ep_kernels.reference"):
-        assert roots <= {"torch"}
+    if module.startswith(REFERENCE):
+        others = {name for name in _all_imports(module) if not name.startswith(REFERENCE)}
+        assert {name.split(".")[0] for name in others} <= {"torch"}
 
 
 def _reads_environment(tree: ast.Module) -> bool:

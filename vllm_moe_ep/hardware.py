@@ -31,8 +31,8 @@ class Hardware:
 def probe(platform: str = "auto") -> Hardware:
     """Find the platform; `platform` other than "auto" overrides the search.
 
-    CUDA is asked for through NVML-free torch calls that do not initialise a device context
-    before vLLM forks its workers.
+    Where a CUDA device is found, asking for its name and capability initialises CUDA in this
+    process.
     """
     if platform == "auto":
         return _search()
@@ -57,7 +57,6 @@ def _has_neuron() -> bool:
 def _has_cuda() -> bool:
     import torch
 
-    # device_count() goes through NVML where it can, so a later fork still finds CUDA unused.
     return torch.version.cuda is not None and torch.cuda.device_count() > 0
 
 

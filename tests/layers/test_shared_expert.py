@@ -1,9 +1,23 @@
+from dataclasses import replace
+
 import pytest
+import quant_oracle
 import torch
-from oracle import assert_close, shared_expert
+from oracle import assert_close, rel_l2, shared_expert
+from quantised_factory import (
+    ACTIVATIONS,
+    WEIGHTS,
+    RawMatrix,
+    cast_of,
+    exact_halves,
+    random_halves,
+    random_matrix,
+)
 from torch import Tensor
 
-from vllm_moe_ep.layers.shared_expert import SharedExpert, slice_shared_expert
+from vllm_moe_ep.layers.shared_expert import SharedExpert, slice_shared_expert, why_not_sliced
+from vllm_moe_ep.quant.formats import FORMATS, FP8_128X128, QuantFormat
+from vllm_moe_ep.quant.weight import Quantised
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -37,9 +51,100 @@ def test_slices_add_up_to_the_whole(dtype: torch.dtype, width: int, replica_size
         assert torch.equal(output, torch.zeros(9, 64))
 
 
-@pytest.mark.parametrize(("width", "replica_size"), [(256, 1), (192, 4), (384, 2)])
-def test_whole_where_slices_do_not_fit(width: int, replica_size: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "replica_size", "is_enabled", "reason"),
+    [
+        (256, 1, True, "there is one rank"),
+        (192, 4, True, "width 192 is not a multiple of 128"),
+        (384, 2, True, "makes 3 slices of 128 columns, more than the 2 ranks"),
+        (256, 4, False, "switched off"),
+    ],
+)
+def test_whole_where_slices_do_not_apply(
+    width: int, replica_size: int, is_enabled: bool, reason: str
+) -> None:
+    assert reason in (why_not_sliced(width, replica_size, is_enabled) or "")
     whole = SharedExpert(*_weights(width, torch.float32))
     for rank in range(replica_size):
-        assert slice_shared_expert(whole, replica_size, rank) is whole
+        assert slice_shared_expert(whole, replica_size, rank, is_enabled) is whole
     assert not whole.is_partial
+
+
+def test_where_slices_apply() -> None:
+    assert why_not_sliced(256, 2) is None
+    assert why_not_sliced(128, 64) is None
+
+
+def _quantised(
+    fmt: QuantFormat, width: int, activation: QuantFormat | None = None
+) -> tuple[SharedExpert, Tensor, Tensor]:
+    """A shared expert, and its exact w13 and w2 in fp64."""
+    w13: RawMatrix = random_halves(fmt, (), width, 64)
+    w2 = random_matrix(fmt, (), 64, width)
+    whole = SharedExpert(
+        Quantised.of_halves(w13.values, w13.scale, fmt.block_size),
+        Quantised(w2.values, w2.scale, fmt.block_size),
+        activation=activation,
+    )
+    exact_w2 = quant_oracle.dequantise(w2.values, w2.scale, *fmt.block_size)
+    return whole, exact_halves(w13, fmt, width), exact_w2
+
+
+# Slices of 128 columns start inside every other of these blocks, or inside most.
+LARGE_BLOCKS = [
+    replace(FP8_128X128, name="fp8_256x256", block_size=(256, 256)),
+    replace(FORMATS["fp8_128x128_ue8m0"], name="fp8_192x192_ue8m0", block_size=(192, 192)),
+    replace(FORMATS["fp4_1x32"], name="fp4_1x96", block_size=(1, 96)),
+]
+each_format = pytest.mark.parametrize("fmt", WEIGHTS + LARGE_BLOCKS, ids=lambda fmt: fmt.name)
+
+
+@each_format
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda fmt: fmt.name if fmt else "none")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantised_whole(
+    fmt: QuantFormat, activation: QuantFormat | None, dtype: torch.dtype
+) -> None:
+    """A width at which up starts inside a block of gate's grid."""
+    whole, w13, w2 = _quantised(fmt, 160, activation)
+    hidden_states = torch.randn(5, 64).to(dtype)
+    expected = shared_expert(hidden_states, w13, w2, cast_of(activation))
+    assert rel_l2(whole(hidden_states), expected) <= fmt.output_limit
+
+
+@each_format
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda fmt: fmt.name if fmt else "none")
+@pytest.mark.parametrize(("width", "replica_size"), [(128, 2), (384, 3), (512, 6)])
+def test_quantised_slices_add_up_to_the_whole(
+    fmt: QuantFormat, activation: QuantFormat | None, width: int, replica_size: int
+) -> None:
+    whole, w13, w2 = _quantised(fmt, width, activation)
+    hidden_states = torch.randn(5, 64).bfloat16()
+    slices = [slice_shared_expert(whole, replica_size, rank) for rank in range(replica_size)]
+    outputs = [part(hidden_states).float() for part in slices]
+    expected = shared_expert(hidden_states, w13, w2, cast_of(activation))
+    assert rel_l2(sum(outputs, torch.zeros(5, 64)), expected) <= fmt.output_limit
+    for output in outputs[width // 128 :]:
+        assert torch.equal(output, torch.zeros(5, 64))
+
+
+@each_format
+def test_all_ranks_hold_quantised_slices_of_one_shape(fmt: QuantFormat) -> None:
+    whole, _, _ = _quantised(fmt, 384)
+    layouts = set()
+    for rank in range(5):
+        part = slice_shared_expert(whole, 5, rank)
+        for matrix in (part.w13_weight, part.w2_weight):
+            assert isinstance(matrix, Quantised)
+            assert matrix.values.is_contiguous() and matrix.scale.is_contiguous()
+            if rank >= 3:
+                one = 127 if fmt.is_power_of_two else 1.0
+                assert torch.equal(matrix.scale, torch.full_like(matrix.scale, one))
+            shapes = matrix.values.shape, matrix.scale.shape, matrix.block_size
+            layouts.add((matrix is part.w13_weight, shapes))
+    assert len(layouts) == 2
+
+
+def test_a_cast_without_quantised_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shared expert's are torch\.bfloat16"):
+        SharedExpert(*_weights(128, torch.bfloat16), activation=FORMATS["fp8_1x128"])

@@ -21,6 +21,7 @@ class Command:
 
 COMMANDS = (
     Command("env", "vllm_moe_ep.cli.env", "print every setting with the value in force"),
+    Command("doctor", "vllm_moe_ep.cli.doctor", "print what static-ep would run on here, and why"),
     Command(
         "make-model",
         "vllm_moe_ep.make_model.cli",

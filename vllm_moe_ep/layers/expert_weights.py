@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.errors import UnsupportedError
-from vllm_moe_ep_kernels.host.linear import gated_linear, linear
+from vllm_moe_ep.layers.products import product
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -98,14 +98,10 @@ class FloatExperts:
         self.activation_dtype = torch.float32 if is_fp16 else self.hidden_dtype
 
     def gate_up(self, slot: int, rows: Tensor, flag: Tensor | None = None) -> Tensor:
-        return _product(rows, self.w13_weight[slot], flag)
+        return product(rows, self.w13_weight[slot], flag)
 
     def down(self, slot: int, rows: Tensor, flag: Tensor | None = None) -> Tensor:
-        return _product(rows, self.w2_weight[slot], flag)
-
-
-def _product(rows: Tensor, weight: Tensor, flag: Tensor | None) -> Tensor:
-    return linear(rows, weight) if flag is None else gated_linear(rows, weight, flag)
+        return product(rows, self.w2_weight[slot], flag)
 
 
 def _check_shape(name: str, weight: Tensor, expert_shape: tuple[int, int]) -> None:

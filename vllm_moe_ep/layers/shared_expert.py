@@ -1,11 +1,14 @@
 """The shared experts of a layer, whole or as one rank's slice."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from vllm_moe_ep_kernels.host.linear import linear
+from vllm_moe_ep.layers.products import Matrix, product
+from vllm_moe_ep.quant.cast import quantise_dequantise
+from vllm_moe_ep.quant.formats import QuantFormat
 from vllm_moe_ep_kernels.host.swiglu import swiglu
 
 SLICE_WIDTH = 128
@@ -16,42 +19,98 @@ class SharedExpert:
     """All shared experts of a layer as one wide expert; every token passes through it.
 
     Attributes:
-        w13_weight: [2 * width, hidden_size], gate rows first.
-        w2_weight: [hidden_size, width].
+        w13_weight: [2 * width, hidden_size], gate rows first; float or quantised.
+        w2_weight: [hidden_size, width], likewise.
         swiglu_limit: clamp of the activation, or None.
         is_partial: whether this is a slice, whose outputs must be summed over the replica group.
+        activation: with quantised weights, the format that rows are cast to before each product;
+            None: rows stay as they are.
     """
 
-    w13_weight: Tensor
-    w2_weight: Tensor
+    w13_weight: Matrix
+    w2_weight: Matrix
     swiglu_limit: float | None = None
     is_partial: bool = False
+    activation: QuantFormat | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation is not None and isinstance(self.w13_weight, Tensor):
+            raise ValueError(
+                f"Rows are cast to {self.activation.name} for quantised weights only, but the "
+                f"shared expert's are {self.w13_weight.dtype}; give no activation format."
+            )
+
+    @property
+    def width(self) -> int:
+        return self.w13_weight.shape[0] // 2
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape, bf16 or fp32."""
-        gate_up = linear(hidden_states, self.w13_weight)
+        gate_up = product(self._cast(hidden_states), self.w13_weight)
         row_weight = torch.ones(len(gate_up), dtype=torch.float32, device=gate_up.device)
         activated = swiglu(gate_up, row_weight, self.swiglu_limit, gate_up.dtype)
-        return linear(activated, self.w2_weight)
+        return product(self._cast(activated), self.w2_weight)
+
+    def _cast(self, rows: Tensor) -> Tensor:
+        if self.activation is not None:
+            return quantise_dequantise(rows, self.activation)
+        is_fp16 = rows.dtype is torch.float16
+        return rows.to(torch.float32) if is_fp16 else rows
 
 
-def slice_shared_expert(whole: SharedExpert, replica_size: int, replica_rank: int) -> SharedExpert:
-    """This rank's slice of SLICE_WIDTH intermediate columns, or ``whole`` where slicing is off.
-
-    Sliced when there are several replica ranks, the width is a multiple of SLICE_WIDTH and there
-    are no more slices than ranks. Ranks past the last slice hold zeros of the same shape, so that
-    all ranks trace one graph.
-    """
-    width = whole.w2_weight.shape[1]
+def why_not_sliced(width: int, replica_size: int, is_enabled: bool = True) -> str | None:
+    """Why a shared expert of this width stays whole on each of ``replica_size`` ranks, or None."""
+    if not is_enabled:
+        return "slices of the shared expert are switched off"
+    if replica_size == 1:
+        return "the tokens are not replicated, so there is one rank and nothing to share out"
     num_slices, rest = divmod(width, SLICE_WIDTH)
-    if replica_size == 1 or rest or num_slices > replica_size:
+    if rest:
+        return f"its width {width} is not a multiple of {SLICE_WIDTH}"
+    if num_slices > replica_size:
+        return (
+            f"its width {width} makes {num_slices} slices of {SLICE_WIDTH} columns, more than the "
+            f"{replica_size} ranks"
+        )
+    return None
+
+
+def slice_shared_expert(
+    whole: SharedExpert, replica_size: int, replica_rank: int, is_enabled: bool = True
+) -> SharedExpert:
+    """This rank's slice of SLICE_WIDTH intermediate columns, or ``whole``: see ``why_not_sliced``.
+
+    Ranks past the last slice hold zeros of the same shape, with scales of 1 where quantised, so
+    that all ranks trace one graph. A slice may start inside a scale block. Its weights are copies,
+    to be made anew when those of ``whole`` change.
+    """
+    if why_not_sliced(whole.width, replica_size, is_enabled) is not None:
         return whole
-    gate, up = whole.w13_weight.split(width)
+    is_empty = replica_rank * SLICE_WIDTH >= whole.width
     # A rank past the last slice takes the first one's shape.
-    start = replica_rank * SLICE_WIDTH if replica_rank < num_slices else 0
-    columns = slice(start, start + SLICE_WIDTH)
-    w13_weight = torch.cat([gate[columns], up[columns]])
-    w2_weight = whole.w2_weight[:, columns].contiguous()
-    if replica_rank >= num_slices:
-        w13_weight, w2_weight = torch.zeros_like(w13_weight), torch.zeros_like(w2_weight)
-    return SharedExpert(w13_weight, w2_weight, whole.swiglu_limit, is_partial=True)
+    w13_weight, w2_weight = _cut(whole, 0 if is_empty else replica_rank * SLICE_WIDTH)
+    if is_empty:
+        w13_weight, w2_weight = _zeros_like(w13_weight), _zeros_like(w2_weight)
+    return replace(whole, w13_weight=w13_weight, w2_weight=w2_weight, is_partial=True)
+
+
+def _cut(whole: SharedExpert, start: int) -> tuple[Matrix, Matrix]:
+    """The slice's gate and up rows, and its columns of down."""
+    stop, width = start + SLICE_WIDTH, whole.width
+    w13, w2 = whole.w13_weight, whole.w2_weight
+    if isinstance(w13, Tensor):
+        gate, up = w13[start:stop], w13[width + start : width + stop]
+        w13_part: Matrix = torch.cat([gate, up])
+    else:
+        w13_part = w13.rows(start, stop).followed_by(w13.rows(width + start, width + stop))
+    if isinstance(w2, Tensor):
+        return w13_part, w2[:, start:stop].contiguous()
+    # A block starts with every slice, so that all ranks have scales of one shape. Joining gate
+    # and up did as much.
+    block_n, block_k = w2.block_size
+    w2 = w2.refined(block_n, math.gcd(SLICE_WIDTH, block_k))
+    return w13_part, w2.columns(start, stop).contiguous()
+
+
+def _zeros_like(matrix: Matrix) -> Matrix:
+    return torch.zeros_like(matrix) if isinstance(matrix, Tensor) else matrix.zeros_like()
