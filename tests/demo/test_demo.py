@@ -31,7 +31,7 @@ def test_success(args: argparse.Namespace, capsys: pytest.CaptureFixture[str]) -
     assert cli.run(args) == 0
     output = capsys.readouterr().out
     assert "--moe-backend static-ep -tp 2 --enable-expert-parallel" in output
-    assert "rank 2 of 2: static-ep: replaced 2 of 2 DeepSeek MoE layers" in output
+    assert "worker 2 of 2: static-ep: replaced 2 of 2 DeepSeek MoE layers" in output
     assert "tokens/s" in output
     assert "perplexity of 16 held-out tokens" in output
     assert "a" * 48 in output, "the completions are printed"

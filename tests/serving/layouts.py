@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 1024
 
 STOCK_TP1: tuple[str, ...] = ()
 STOCK_TP2 = ("-tp", "2")

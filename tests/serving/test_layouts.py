@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from layouts import LAYOUTS, MAX_MODEL_LEN, Layout
-from workload import Reference, Serve, send_at_once
+from workload import Reference, Request, Serve, send_at_once
 
 from vllm_moe_ep.demo.client import ClientError, CompletionClient
 from vllm_moe_ep.demo.perplexity import score_text
@@ -90,26 +91,38 @@ def test_streaming(client: CompletionClient, reference: Reference) -> None:
     assert chunks[-1].finish_reason == "length"
 
 
-def test_cancelled_request(client: CompletionClient, reference: Reference) -> None:
-    request = reference.workload.singles[0]
-    room = MAX_MODEL_LEN - len(request.prompt)
-    num_before = client.metric("vllm:generation_tokens_total")
-    chunks = client.stream(request.prompt, room, ignore_eos=True)
-    assert next(chunks).token_ids
-    assert _num_running(client) == 1
-    chunks.close()
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while _num_running(client):
-        assert time.monotonic() < deadline, "a cancelled request still runs"
-        time.sleep(0.1)
-    # Cancelled, not finished unseen.
-    assert client.metric("vllm:generation_tokens_total") - num_before < room
+def test_cancelled_requests(client: CompletionClient, reference: Reference) -> None:
     requests = reference.workload.singles
+    room = MAX_MODEL_LEN - max(len(request.prompt) for request in requests)
+    num_before = _num_generated(client)
+    with ThreadPoolExecutor(len(requests)) as pool:
+        jobs = [pool.submit(_cancel_midway, client, request, room) for request in requests]
+    for job in jobs:
+        job.result()
+    num_generated = _num_generated_when_idle(client) - num_before
+    assert num_generated < len(requests) * room, "the requests ran to their ends"
     reference.assert_same(requests, send_at_once(client, requests))
 
 
-def _num_running(client: CompletionClient) -> float:
-    return client.metric("vllm:num_requests_running")
+def _cancel_midway(client: CompletionClient, request: Request, num_new_tokens: int) -> None:
+    chunks = client.stream(request.prompt, num_new_tokens, ignore_eos=True)
+    assert next(chunks).token_ids
+    chunks.close()
+
+
+def _num_generated(client: CompletionClient) -> float:
+    return client.metric("vllm:generation_tokens_total")
+
+
+def _num_generated_when_idle(client: CompletionClient) -> float:
+    """Tokens generated since the server's start, once it has stopped generating."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    before, now = -1.0, _num_generated(client)
+    while before != now or client.metric("vllm:num_requests_running"):
+        assert time.monotonic() < deadline, "a cancelled request still runs"
+        time.sleep(1)
+        before, now = now, _num_generated(client)
+    return now
 
 
 def test_perplexity(client: CompletionClient, reference: Reference, heldout: str) -> None:

@@ -1,6 +1,7 @@
 """The demo: serve the small model on two expert-parallel ranks, and compare with stock vLLM."""
 
 import dataclasses
+import sys
 import time
 from pathlib import Path
 
@@ -20,9 +21,9 @@ _MODEL_NAME = "deepseek-v3-small"
 _MAX_MODEL_LEN = 1024
 _MAX_TOKENS = 48
 _PROMPTS = (
-    "import os\nimport sys\n",
-    "def __init__(self, ",
-    "    for key, value in ",
+    "import os\nimport",
+    "def __init__(self,",
+    "    for key, value in",
     "        raise ValueError(",
     'class Parser:\n    """',
 )
@@ -123,7 +124,10 @@ def _server(
 
 
 def _announced(server: VllmServer) -> VllmServer:
-    print(f"\nstarting: {server.command_line}\nlog: {server.log_path}", flush=True)
+    print(
+        f"\nstarting: {server.command_line}\nits log: {server.log_path}\nwaiting until it is ready"
+    )
+    sys.stdout.flush()
     return server
 
 
@@ -140,8 +144,8 @@ def _print_layers(server: VllmServer) -> None:
             f"{NUM_RANKS} ranks should have all MoE layers replaced; the log {server.log_path} "
             f"says so of {len(complete)}: {[r.text for r in reports]}"
         )
-    for rank, report in enumerate(complete):
-        print(f"rank {rank + 1} of {NUM_RANKS}: {report.text}")
+    for index, report in enumerate(complete):
+        print(f"worker {index + 1} of {NUM_RANKS}: {report.text}")
 
 
 def _print_completions(client: CompletionClient) -> None:

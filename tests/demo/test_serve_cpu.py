@@ -1,0 +1,83 @@
+"""The benchmark's arithmetic, against the fake server."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_moe_ep.demo.client import Completion, CompletionClient
+from vllm_moe_ep.demo.server import VllmServer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "serve_cpu.py"
+
+
+@pytest.fixture
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("serve_cpu", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TimedClient:
+    """Takes 2 s for a prompt and 0.01 s for each token, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now_seconds = 0.0
+
+    def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Completion:
+        self.now_seconds += 2 + 0.01 * max_tokens
+        return Completion("", (1,) * max_tokens, (), "length")
+
+
+def test_decode_rate_leaves_the_prompt_out(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = TimedClient()
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: client.now_seconds)
+    rate = benchmark.decode_rate(client, benchmark.PromptSource(2048, 0))
+    assert rate == pytest.approx(100)
+
+
+def test_missing_tokens_are_an_error(benchmark: ModuleType) -> None:
+    class ShortClient(TimedClient):
+        def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Completion:
+            return super().complete(prompt, max_tokens - 1, ignore_eos)
+
+    with pytest.raises(RuntimeError, match="got 0"):
+        benchmark.completion_seconds(ShortClient(), [1], 1)
+
+
+def test_prompts_are_never_repeated(benchmark: ModuleType) -> None:
+    prompts = benchmark.PromptSource(2048, 0)
+    drawn = [tuple(prompts.draw(32)) for _ in range(50)]
+    assert len(set(drawn)) == len(drawn)
+    assert all(3 <= token_id < 2048 for prompt in drawn for token_id in prompt)
+
+
+def test_a_measurement_on_a_server(
+    benchmark: ModuleType, make_server: Callable[..., VllmServer]
+) -> None:
+    with make_server() as server:
+        (figures,) = benchmark.measure(
+            CompletionClient(server.base_url), benchmark.PromptSource(2048, 0), num_repeats=1
+        )
+    assert figures.concurrent_tokens_per_s > 0
+    assert figures.first_token_ms > 0
+
+
+def test_table_has_ratios_to_stock(benchmark: ModuleType) -> None:
+    figures = {
+        benchmark.STOCK: benchmark.Figures(100.0, 200.0, 40.0),
+        "static-ep": benchmark.Figures(150.0, 100.0, 50.0),
+    }
+    last = benchmark.table(figures).splitlines()[-1]
+    assert last.split()[1:] == ["150.0", "(1.50)", "100.0", "(0.50)", "50.0", "(1.25)"]
+
+
+def test_medians_are_per_figure(benchmark: ModuleType) -> None:
+    rows = [benchmark.Figures(*values) for values in ((1.0, 9.0, 5.0), (3.0, 7.0, 4.0), (2, 8, 6))]
+    assert benchmark.medians(rows) == benchmark.Figures(2, 8.0, 5.0)
