@@ -118,8 +118,17 @@ class StaticEPRoutedExperts(RoutedExperts):
 
 
 def _valid_rows(context: ForwardContext, num_tokens: int) -> torch.Tensor | None:
-    """bool [num_tokens], False in padding and in dummy steps; None when every row is real."""
+    """bool [num_tokens], False in padding and in dummy steps; None when every row is real.
+
+    Only data parallelism fills whole steps with padding. Without it the look at the mask costs
+    more than the few padded rows, whose output vLLM drops.
+    """
     is_padding = context.is_padding
-    if is_padding is None or is_padding.shape[0] != num_tokens or not is_padding.any():
+    if (
+        context.dp_metadata is None
+        or is_padding is None
+        or is_padding.shape[0] != num_tokens
+        or not is_padding.any()
+    ):
         return None
     return ~is_padding
