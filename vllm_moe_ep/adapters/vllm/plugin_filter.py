@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_moe_ep import BACKEND_NAME, PLUGIN_NAME
+from vllm_moe_ep.adapters.vllm.backend_name import normalize
 from vllm_moe_ep.adapters.vllm.import_hooks import when_imported
 from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
 
@@ -36,7 +37,7 @@ def filter_message(environ: Mapping[str, str]) -> str | None:
 
 
 def _is_ours(backend: Any) -> bool:
-    return isinstance(backend, str) and backend.lower().replace("-", "_") == BACKEND_NAME
+    return isinstance(backend, str) and normalize(backend) == BACKEND_NAME
 
 
 def _hook_arguments(arg_utils: Any) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
@@ -29,9 +29,6 @@ class StaticEPMethod(FusedMoEMethodBase):
     # The runner must not gather tokens itself: the layer does.
     supports_internal_mk = True
     is_monolithic = False
-
-    def __init__(self, moe: FusedMoEConfig) -> None:
-        super().__init__(moe)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """Register `w13_weight` [num_local_experts, 2I, H] and `w2_weight` [.., H, I]."""

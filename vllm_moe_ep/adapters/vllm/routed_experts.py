@@ -61,10 +61,9 @@ class StaticEPRoutedExperts(RoutedExperts):
     @property
     def placement(self) -> LocalExperts:
         """This rank's experts, as vLLM placed them."""
-        expert_map: torch.Tensor | None = self._expert_map
-        if expert_map is None:
+        if self._expert_map is None:
             return LocalExperts(self.global_num_experts, tuple(range(self.global_num_experts)))
-        return LocalExperts.from_expert_map(expert_map.tolist())
+        return LocalExperts.from_expert_map(self._expert_map.tolist())
 
     @property
     def groups_summary(self) -> str:
