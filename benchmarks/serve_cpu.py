@@ -2,11 +2,14 @@
 
     python benchmarks/serve_cpu.py [--rounds N] [--dtype bfloat16] [--json]
 
-Each round starts every server once, so that a drift of the machine meets all of them. Figures are
-medians over all rounds. Without --model it takes the demo's model from .cache, made if need be.
+All servers are up at once, and all but the one that is measured are paused: a round of all of
+them takes seconds, so that a drift of the machine meets them alike. Figures are medians over the
+rounds, ratios are medians of each round's ratio to stock. Without --model it takes the demo's
+model from .cache, made if need be.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import platform
@@ -14,10 +17,9 @@ import random
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 from vllm_moe_ep.demo.client import CompletionClient
@@ -67,11 +69,6 @@ class PromptSource:
     def draw(self, num_tokens: int) -> list[int]:
         # The first few ids are control tokens.
         return [self._generator.randrange(3, self._vocab_size) for _ in range(num_tokens)]
-
-
-def measure(client: CompletionClient, prompts: PromptSource, num_repeats: int) -> list[Figures]:
-    """`num_repeats` measurements, after one that is dropped."""
-    return [measure_once(client, prompts) for _ in range(num_repeats + 1)][1:]
 
 
 def measure_once(client: CompletionClient, prompts: PromptSource) -> Figures:
@@ -124,17 +121,36 @@ def first_token_seconds(client: CompletionClient, prompt: Sequence[int]) -> floa
 
 
 def run_rounds(args: argparse.Namespace, model: Path) -> dict[str, list[Figures]]:
-    """All measurements of each server."""
+    """One measurement of each server per round, in the same order of rounds."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     prompts = PromptSource(vocab_size, args.seed)
-    results: dict[str, list[Figures]] = defaultdict(list)
-    for number in range(args.rounds):
+    results: dict[str, list[Figures]] = {name: [] for name in SERVERS}
+    with contextlib.ExitStack() as stack:
+        servers = {}
         for name, flags in SERVERS.items():
-            print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
-            with make_server(args, model, name, flags) as server:
-                client = CompletionClient(server.base_url)
-                results[name] += measure(client, prompts, args.repeats)
+            print(f"starting {name}", file=sys.stderr, flush=True)
+            server = stack.enter_context(make_server(args, model, name, flags))
+            # Twice: a first request of a shape is slower.
+            for _ in range(2):
+                measure_once(CompletionClient(server.base_url), prompts)
+            server.pause()
+            servers[name] = server
+        for number in range(args.rounds):
+            print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
+            # Back and forth, so that no server always follows the same one.
+            for name in list(servers)[:: -1 if number % 2 else 1]:
+                results[name].append(measure_paused(servers[name], prompts))
     return results
+
+
+def measure_paused(server: VllmServer, prompts: PromptSource) -> Figures:
+    """One measurement of a paused server."""
+    server.resume()
+    client = CompletionClient(server.base_url)
+    completion_seconds(client, prompts.draw(SHORT_PROMPT), NUM_NEW_TOKENS)
+    figures = measure_once(client, prompts)
+    server.pause()
+    return figures
 
 
 def make_server(
@@ -148,9 +164,21 @@ def make_server(
     )
 
 
-def medians(measurements: Sequence[Figures]) -> Figures:
-    rows = [asdict(one) for one in measurements]
-    return Figures(**{key: statistics.median(row[key] for row in rows) for key in rows[0]})
+def medians(rows: Sequence[Figures]) -> Figures:
+    return Figures(*map(statistics.median, zip(*map(astuple, rows), strict=True)))
+
+
+def ratios_to_stock(results: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
+    """Median over the rounds of each figure's ratio to stock's in the same round."""
+    return {
+        name: medians(
+            [
+                Figures(*(a / b for a, b in zip(astuple(own), astuple(stock), strict=True)))
+                for own, stock in zip(rows, results[STOCK], strict=True)
+            ]
+        )
+        for name, rows in results.items()
+    }
 
 
 def versions() -> dict[str, str]:
@@ -161,12 +189,13 @@ def versions() -> dict[str, str]:
     }
 
 
-def table(figures: Mapping[str, Figures]) -> str:
+def table(results: Mapping[str, Sequence[Figures]]) -> str:
     """One line per server; in brackets the ratio to stock."""
-    stock = asdict(figures[STOCK])
-    lines = [f"{'':18}" + "".join(f"{name:>32}" for name in stock)]
-    for server, row in figures.items():
-        cells = (f"{value:.1f} ({value / stock[key]:.2f})" for key, value in asdict(row).items())
+    ratios = ratios_to_stock(results)
+    lines = [f"{'':18}" + "".join(f"{field.name:>32}" for field in fields(Figures))]
+    for server, rows in results.items():
+        pairs = zip(astuple(medians(rows)), astuple(ratios[server]), strict=True)
+        cells = (f"{value:.1f} ({ratio:.3f})" for value, ratio in pairs)
         lines.append(f"{server:18}" + "".join(f"{cell:>32}" for cell in cells))
     return "\n".join(lines)
 
@@ -175,8 +204,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare static-ep with stock vLLM on CPU.")
     parser.add_argument("--model", type=Path, help="DeepSeek model folder (default: the demo's)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=2, help="starts of each server")
-    parser.add_argument("--repeats", type=int, default=7, help="measurements per start")
+    parser.add_argument("--rounds", type=int, default=20, help="measurements of each server")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
@@ -186,13 +214,17 @@ def main() -> None:
     args = parse_arguments()
     with termination_as_interrupt():
         results = run_rounds(args, args.model or cached_model(CACHE))
-    figures = {name: medians(rows) for name, rows in results.items()}
     if args.json:
-        rows = {name: asdict(row) for name, row in figures.items()}
-        print(json.dumps({"versions": versions(), "dtype": args.dtype, "medians": rows}, indent=2))
+        report = {
+            "versions": versions(),
+            "dtype": args.dtype,
+            "medians": {name: asdict(medians(rows)) for name, rows in results.items()},
+            "ratios": {name: asdict(row) for name, row in ratios_to_stock(results).items()},
+        }
+        print(json.dumps(report, indent=2))
         return
     print(", ".join(f"{name} {version}" for name, version in versions().items()), args.dtype)
-    print(table(figures))
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,11 @@ import torch
 from layer_factory import config_of, local_of
 from oracle import REL_L2_LIMIT, Fixture, make_fixture, rel_l2
 
-from vllm_moe_ep.adapters.vllm.cpu_experts import PackedCpuExperts
+from vllm_moe_ep.adapters.vllm.cpu_experts import PackedCpuExperts, max_aliased_rows
 from vllm_moe_ep.collectives import SingleProcess
+from vllm_moe_ep.config import MoEConfig
+from vllm_moe_ep.layers.expert_shard import ExpertShard
+from vllm_moe_ep.layers.fused_experts import alias_foreign
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 
 
@@ -60,6 +63,35 @@ def test_bad_expert_and_bad_row_stay_where_they_are() -> None:
     others = torch.arange(32) != 3
     assert torch.equal(dirty[others], clean[others])
     assert dirty[3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 5, 16])
+@pytest.mark.parametrize("ep_size", [1, 2, 16])
+def test_aliased_rows_equal_the_oracle(dtype: torch.dtype, num_tokens: int, ep_size: int) -> None:
+    fixture = make_fixture(dtype, num_tokens)
+    fixture.topk_ids[::5, 0] = -1
+    values = torch.zeros(fixture.hidden_states.shape)
+    for rank in range(ep_size):
+        local = local_of(fixture, ep_size, rank)
+        packed = PackedCpuExperts(Holder(fixture, list(local.global_ids)), "vec")
+        shard = ExpertShard(local, packed, None)
+        routing = alias_foreign(fixture.topk_ids, fixture.topk_weights, shard)
+        output = packed.fused(fixture.hidden_states, routing.slots, routing.weights)
+        values += torch.where(routing.has_local, output.float(), 0.0)
+    assert rel_l2(values, fixture.routed()) <= REL_L2_LIMIT[dtype]
+
+
+@pytest.mark.parametrize(("hidden_size", "expected"), [(256, 16), (2048, 2), (1 << 20, 1)])
+def test_fewer_rows_are_aliased_the_wider_the_experts(hidden_size: int, expected: int) -> None:
+    config = MoEConfig(
+        num_experts=16,
+        top_k=4,
+        hidden_size=hidden_size,
+        moe_intermediate_size=128,
+        max_num_tokens=64,
+    )
+    assert max_aliased_rows(config) == expected
 
 
 @pytest.mark.parametrize(

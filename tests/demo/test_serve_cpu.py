@@ -1,13 +1,14 @@
 """The benchmark's arithmetic, against the fake server."""
 
 import importlib.util
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from vllm_moe_ep.demo.client import Completion, CompletionClient
+from vllm_moe_ep.demo.client import Completion
 from vllm_moe_ep.demo.server import VllmServer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "serve_cpu.py"
@@ -58,24 +59,33 @@ def test_prompts_are_never_repeated(benchmark: ModuleType) -> None:
     assert all(3 <= token_id < 2048 for prompt in drawn for token_id in prompt)
 
 
-def test_a_measurement_on_a_server(
+def test_a_measurement_of_a_paused_server(
     benchmark: ModuleType, make_server: Callable[..., VllmServer]
 ) -> None:
     with make_server() as server:
-        (figures,) = benchmark.measure(
-            CompletionClient(server.base_url), benchmark.PromptSource(2048, 0), num_repeats=1
-        )
-    assert figures.concurrent_tokens_per_s > 0
-    assert figures.first_token_ms > 0
+        server.pause()
+        figures = benchmark.measure_paused(server, benchmark.PromptSource(2048, 0))
+        assert figures.concurrent_tokens_per_s > 0
+        assert figures.first_token_ms > 0
+        assert server._process is not None
+        wait_until_stopped(server._process.pid)
 
 
-def test_table_has_ratios_to_stock(benchmark: ModuleType) -> None:
-    figures = {
-        benchmark.STOCK: benchmark.Figures(100.0, 200.0, 40.0),
-        "static-ep": benchmark.Figures(150.0, 100.0, 50.0),
+def wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, f"process {pid} runs on"
+        time.sleep(0.05)
+
+
+def test_ratios_are_taken_within_a_round(benchmark: ModuleType) -> None:
+    results = {
+        benchmark.STOCK: [benchmark.Figures(x, x, x) for x in (100.0, 10.0, 40.0)],
+        "static-ep": [benchmark.Figures(x, 2 * x, x / 2) for x in (100.0, 20.0, 40.0)],
     }
-    last = benchmark.table(figures).splitlines()[-1]
-    assert last.split()[1:] == ["150.0", "(1.50)", "100.0", "(0.50)", "50.0", "(1.25)"]
+    assert benchmark.ratios_to_stock(results)["static-ep"] == benchmark.Figures(1.0, 2.0, 0.5)
+    last = benchmark.table(results).splitlines()[-1]
+    assert last.split()[1:] == ["40.0", "(1.000)", "80.0", "(2.000)", "20.0", "(0.500)"]
 
 
 def test_medians_are_per_figure(benchmark: ModuleType) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,22 @@ def test_ready_inside_and_gone_outside(make_server: MakeServer) -> None:
         assert CompletionClient(server.base_url).max_model_len() == 8
     wait_until_gone(pid)
     server.stop()  # a second time: harmless
+
+
+def test_a_paused_server_waits_and_can_be_stopped(make_server: MakeServer) -> None:
+    with make_server() as server:
+        client = CompletionClient(server.base_url)
+        server.pause()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.max_model_len)
+            with pytest.raises(TimeoutError):
+                answer.result(timeout=0.5)
+            server.resume()
+            assert answer.result(timeout=10) == 8
+        server.pause()
+        assert server._process is not None
+        pid = server._process.pid
+    wait_until_gone(pid)
 
 
 def test_death_names_the_cause_the_command_and_the_log(make_server: MakeServer) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.layers.expert_weights import FloatExperts
+from vllm_moe_ep.layers.fused_experts import alias_foreign
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 
 NUM_RANKS = 4
@@ -84,3 +85,44 @@ def test_no_pair_calls_no_kernel(num_tokens: int) -> None:
 def test_other_strategies_do_without_it() -> None:
     fixture = small_fixture(5)
     assert layer_of(fixture).shard.fused is None
+
+
+def aliased(layer: StaticEPLayer, fixture: Fixture) -> Tensor:
+    """One rank's sum from the routing that names local experts only."""
+    local = alias_foreign(fixture.topk_ids, fixture.topk_weights, layer.shard)
+    assert layer.shard.fused is not None
+    values = layer.shard.fused.fused(fixture.hidden_states, local.slots, local.weights)
+    return torch.where(local.has_local, values, 0.0)
+
+
+@pytest.mark.parametrize("ep_size", [1, NUM_RANKS, 16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+def test_foreign_ids_aliased_to_local_experts(num_tokens: int, ep_size: int) -> None:
+    fixture = small_fixture(num_tokens)
+    fixture.topk_ids[0] = torch.tensor([3, 3, -1, 16])
+    fixture.topk_weights[0, 2:] = float("nan")
+    values = sum(aliased(rank_layer(fixture, ep_size, r), fixture) for r in range(ep_size))
+    assert rel_l2(values, fixture.routed()) <= 1e-5
+
+
+def test_aliased_ids_let_no_nan_of_another_expert_through() -> None:
+    fixture = small_fixture(64)
+    # Slot 0 of the second rank is the alias of rows that have no expert there.
+    fixture.topk_ids[fixture.topk_ids == 8] = 9
+    fixture.topk_ids[:8] = torch.arange(4)
+    clean = aliased(rank_layer(fixture, 2, 1), fixture)
+    fixture.w13_weight[8] = float("nan")
+    fixture.hidden_states[3] = float("inf")
+    dirty = aliased(rank_layer(fixture, 2, 1), fixture)
+    assert torch.equal(dirty, clean)
+    assert torch.equal(dirty[:8], torch.zeros_like(dirty[:8]))
+
+
+def test_aliasing_is_traced_without_a_break() -> None:
+    fixture = small_fixture(5)
+    shard = rank_layer(fixture, 2, 1).shard
+    routing = (fixture.topk_ids, fixture.topk_weights)
+    traced = torch.compile(alias_foreign, backend="eager", fullgraph=True)(*routing, shard)
+    plain = alias_foreign(*routing, shard)
+    for name in ("slots", "weights", "has_local"):
+        assert torch.equal(getattr(traced, name), getattr(plain, name))

@@ -169,11 +169,27 @@ class VllmServer:
             f"Its log {self.log_path} says:\n{last_words(self.read_log())}"
         )
 
+    def pause(self) -> None:
+        """Hold all its processes: vLLM's idle workers poll, and would take a neighbour's CPU."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused server go on; harmless if it runs."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        self.check_alive()
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
+
     def stop(self) -> None:
         """End the server and every process that it started; harmless if there is none."""
         process, self._process = self._process, None
         if process is None:
             return
+        with contextlib.suppress(ProcessLookupError):
+            # A paused process would not hear the request to end.
+            os.killpg(process.pid, signal.SIGCONT)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.terminate()

@@ -1,5 +1,7 @@
 """Routed rows through a grouped kernel that takes only experts of this rank."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,41 @@ from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.expert_weights import FusedExperts
 from vllm_moe_ep.layers.ragged_plan import one_row_weights
 from vllm_moe_ep.stages import RoutedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRouting:
+    """Routing that names no expert but this rank's, for `FusedExperts.fused`.
+
+    Attributes:
+        slots: int32 [rows, top_k].
+        weights: fp32 [rows, top_k], 0 where the id was not of this rank.
+        has_local: bool [rows, 1], False for rows without any expert here: drop what they get.
+    """
+
+    slots: Tensor
+    weights: Tensor
+    has_local: Tensor
+
+
+def alias_foreign(topk_ids: Tensor, topk_weights: Tensor, shard: ExpertShard) -> LocalRouting:
+    """Let each foreign id point at a local expert of the same row, with weight 0.
+
+    Only an expert that the row has anyway can add nothing for sure: 0 times its NaN is a NaN
+    that the row gets in any case. No shape depends on data, so this can be traced; the price is
+    as many pairs as there are ids, which pays for few rows only.
+    """
+    slots = shard.slots_by_id(topk_ids)
+    num_slots = shard.linears.num_slots
+    is_local = slots < num_slots
+    lowest = slots.amin(dim=1, keepdim=True)
+    has_local = lowest < num_slots
+    alias = torch.where(has_local, lowest, 0)
+    return LocalRouting(
+        torch.where(is_local, slots, alias).to(torch.int32),
+        torch.where(is_local, topk_weights, 0.0).to(torch.float32),
+        has_local,
+    )
 
 
 def fused_rows(tokens: RoutedTokens, shard: ExpertShard, experts: FusedExperts) -> Tensor:

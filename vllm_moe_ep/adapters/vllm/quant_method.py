@@ -9,8 +9,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 
-from vllm_moe_ep.adapters.vllm.custom_op import routed_experts
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -51,4 +49,4 @@ class StaticEPMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        return routed_experts(x, topk_weights, topk_ids, layer.layer_name)
+        return layer.routed_sum(x, topk_weights, topk_ids)

@@ -16,10 +16,12 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from vllm_moe_ep.adapters.vllm import cpu_experts, engine_config, stock_guard
 from vllm_moe_ep.adapters.vllm.capacity import largest_capacity, step_capacity
+from vllm_moe_ep.adapters.vllm.custom_op import routed_experts
 from vllm_moe_ep.adapters.vllm.groups import describe_groups, layer_collectives
 from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod, format_refusal
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.layers.expert_weights import ExpertLinears, FloatExperts
+from vllm_moe_ep.layers.fused_experts import alias_foreign
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 from vllm_moe_ep.placement import LocalExperts
 
@@ -32,6 +34,8 @@ class StaticEPRoutedExperts(RoutedExperts):
     Attributes:
         refusal: why this layer stays on vLLM's own experts; None when it is ours.
         static_layer: the layer, built once the weights are loaded.
+        packed_experts: vLLM's grouped CPU kernel, where it takes whole steps of few rows.
+        max_aliased_rows: how many rows these are.
     """
 
     w13_weight: torch.Tensor
@@ -48,6 +52,8 @@ class StaticEPRoutedExperts(RoutedExperts):
             scheduler_config.max_num_batched_tokens, self.settings.min_capacity
         )
         self.static_layer: StaticEPLayer | None = None
+        self.packed_experts: cpu_experts.PackedCpuExperts | None = None
+        self.max_aliased_rows = 0
 
     def _get_quant_method(
         self, prefix: str, quant_config: Any, moe_config: Any
@@ -81,13 +87,13 @@ class StaticEPRoutedExperts(RoutedExperts):
             max_num_tokens=self.max_num_tokens,
             swiglu_limit=self.swiglu_limit,
         )
-        self.static_layer = StaticEPLayer(
-            config,
-            self.placement,
-            self._expert_weights(config),
-            layer_collectives(),
-            engine_config.ep_config_of(self.settings),
-        )
+        linears = self._expert_weights(config)
+        collectives = layer_collectives()
+        ep_config = engine_config.ep_config_of(self.settings)
+        self.static_layer = StaticEPLayer(config, self.placement, linears, collectives, ep_config)
+        if isinstance(linears, cpu_experts.PackedCpuExperts) and collectives.token_size == 1:
+            self.packed_experts = linears
+            self.max_aliased_rows = cpu_experts.max_aliased_rows(config)
 
     def _expert_weights(self, config: MoEConfig) -> ExpertLinears:
         isa = cpu_experts.kernel_isa(self, config, self.settings.experts)
@@ -95,6 +101,19 @@ class StaticEPRoutedExperts(RoutedExperts):
             logger.info_once("static-ep: experts by vLLM's grouped CPU kernel (%s)", isa)
             return cpu_experts.PackedCpuExperts(self, isa)
         return FloatExperts(self.w13_weight, self.w2_weight, config)
+
+    def routed_sum(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The part of the step that vLLM traces; shapes as in `custom_op.routed_experts`."""
+        if self.static_layer is None or self.packed_experts is None:
+            return routed_experts(hidden_states, topk_weights, topk_ids, self.layer_name)
+        # Traced, these few operations on ids cost far less than inside the opaque op.
+        local = alias_foreign(topk_ids, topk_weights, self.static_layer.shard)
+        values = routed_experts(
+            hidden_states, topk_weights, topk_ids, self.layer_name, local.weights, local.slots
+        )
+        return torch.where(local.has_local, values, 0.0)
 
     def compute(
         self,
