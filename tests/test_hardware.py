@@ -3,6 +3,7 @@
 import pytest
 
 from vllm_moe_ep import hardware
+from vllm_moe_ep.cuda_devices import CudaDevice
 from vllm_moe_ep.errors import UnsupportedError
 
 
@@ -38,7 +39,7 @@ def test_setting_overrides_what_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_cuda_asked_for_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_has_cuda", lambda: False)
-    with pytest.raises(UnsupportedError, match="no CUDA device"):
+    with pytest.raises(UnsupportedError, match="finds no CUDA device"):
         hardware.require_layer(hardware.probe("cuda"))
 
 
@@ -48,3 +49,41 @@ def test_probe_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_has_cuda", lambda: False)
     assert hardware.probe() is hardware.probe()
     assert len(calls) == 1
+
+
+def _with_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    device = CudaDevice("the device", capability)
+    monkeypatch.setattr(hardware, "_has_neuron", lambda: False)
+    monkeypatch.setattr(hardware, "_cuda_devices", lambda: (device,))
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
+def test_hopper_and_blackwell_have_the_deepgemm_layer(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    _with_device(monkeypatch, capability)
+    found = hardware.probe()
+    assert (found.kind, found.capability) == ("cuda", capability)
+    name = f"the DeepGEMM layer (SM{capability[0]}{capability[1]})"
+    assert hardware.require_layer(found) == name
+
+
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_device(monkeypatch, (8, 0))
+    with pytest.raises(UnsupportedError, match="the device of compute capability 8.0"):
+        hardware.require_layer(hardware.probe())
+
+
+def test_the_probe_does_not_initialise_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def initialise() -> None:
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialise)
+    monkeypatch.setattr(hardware, "_has_neuron", lambda: False)
+    monkeypatch.setattr(hardware, "visible_devices", lambda: (CudaDevice("H200", (9, 0)),))
+    hardware._cuda_devices.cache_clear()
+    assert hardware.probe().device_name == "H200"
+    hardware._cuda_devices.cache_clear()

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = {
     "vllm_moe_ep.errors": 0,
     "vllm_moe_ep.envs": 0,
+    "vllm_moe_ep.cuda_devices": 1,
     "vllm_moe_ep.hardware": 1,
     "vllm_moe_ep.config": 1,
     "vllm_moe_ep.stages": 1,
@@ -33,6 +34,7 @@ PACKAGE = "vllm_moe_ep"
 REFERENCE = "vllm_moe_ep_kernels.reference"
 ENVIRONMENT_READERS = {
     "vllm_moe_ep/envs.py": "the registry of settings",
+    "vllm_moe_ep/cuda_devices.py": "reads CUDA_VISIBLE_DEVICES, as CUDA does",
     "vllm_moe_ep/deepgemm/library.py": "sets CUDA_HOME and the kernel cache for deep_gemm",
     "vllm_moe_ep/cli/doctor.py": "shows VLLM_PLUGINS and asks as the layer would",
     "vllm_moe_ep/demo/cli.py": "finds the user's cache folder",

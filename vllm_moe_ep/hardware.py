@@ -1,11 +1,19 @@
-"""Which platform this process runs on, and what it offers: one cached probe."""
+"""Which platform this process runs on, and what it offers: one cached probe.
+
+The probe initialises no device: the process that asks may still fork workers that use it.
+"""
 
 import glob
 import importlib.util
 from dataclasses import dataclass
 from functools import cache
 
+from vllm_moe_ep.cuda_devices import CudaDevice, visible_devices
 from vllm_moe_ep.errors import UnsupportedError
+
+CUDA_LAYER = "the DeepGEMM layer"
+# Major compute capabilities; support.py of deepgemm decides on each one and format.
+_CUDA_MAJORS = (9, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +37,7 @@ class Hardware:
 
 @cache
 def probe(platform: str = "auto") -> Hardware:
-    """Find the platform; `platform` other than "auto" overrides the search.
-
-    Where a CUDA device is found, asking for its name and capability initialises CUDA in this
-    process.
-    """
+    """Find the platform; `platform` other than "auto" overrides the search."""
     if platform == "auto":
         return _search()
     why = f"VLLM_MOE_EP_PLATFORM={platform}"
@@ -55,9 +59,15 @@ def _has_neuron() -> bool:
 
 
 def _has_cuda() -> bool:
+    return bool(_cuda_devices())
+
+
+@cache
+def _cuda_devices() -> tuple[CudaDevice, ...]:
+    """Visible devices that this torch can use; empty with a CPU build of it."""
     import torch
 
-    return torch.version.cuda is not None and torch.cuda.device_count() > 0
+    return () if torch.version.cuda is None else visible_devices()
 
 
 def _cpu(reason: str) -> Hardware:
@@ -69,23 +79,42 @@ def _neuron(reason: str) -> Hardware:
 
 
 def _cuda(reason: str) -> Hardware:
-    import torch
-
-    if not _has_cuda():
-        return Hardware("cuda", "no CUDA device", None, "nothing yet", reason)
-    capability = torch.cuda.get_device_capability()
-    return Hardware("cuda", torch.cuda.get_device_name(), capability, "nothing yet", reason)
+    devices = _cuda_devices() if _has_cuda() else ()
+    if not devices:
+        return Hardware("cuda", "no CUDA device", None, "nothing", reason)
+    first = devices[0]
+    has_layer = first.capability[0] in _CUDA_MAJORS
+    offers = CUDA_LAYER if has_layer else "nothing"
+    return Hardware("cuda", first.name, first.capability, offers, reason)
 
 
 def require_layer(hardware: Hardware) -> str:
     """The name of the layer that serves on `hardware`.
 
     Raises:
-        UnsupportedError: no layer of this package runs there yet.
+        UnsupportedError: no layer of this package runs there.
     """
     if hardware.kind == "cpu":
         return "the static-shape EP layer (CPU host mode)"
+    if hardware.kind == "cuda":
+        return _require_cuda_layer(hardware)
     raise UnsupportedError(
         f"static-ep has no layer for {hardware.device_name} yet ({hardware.reason}): choose "
         "another --moe-backend (auto is vLLM's default), or serve on CPU."
     )
+
+
+def _require_cuda_layer(hardware: Hardware) -> str:
+    if hardware.capability is None:
+        raise UnsupportedError(
+            f"static-ep finds no CUDA device that torch can use ({hardware.reason}): make one "
+            "visible (CUDA_VISIBLE_DEVICES), install a CUDA build of torch, or serve on CPU."
+        )
+    major, minor = hardware.capability
+    if major not in _CUDA_MAJORS:
+        raise UnsupportedError(
+            f"static-ep has no layer for {hardware.device_name} of compute capability "
+            f"{major}.{minor}; {CUDA_LAYER} needs 9.0 (Hopper) or 10 (Blackwell): choose another "
+            "--moe-backend (auto is vLLM's default)."
+        )
+    return f"{CUDA_LAYER} (SM{major}{minor})"
