@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_moe_ep.deepgemm.jit_cache import CACHE_VARIABLE, prepare_jit_cache
-from vllm_moe_ep.deepgemm.sources import already_imported, import_library
+from vllm_moe_ep.deepgemm.sources import absent, already_imported, find_source, import_library
 from vllm_moe_ep.deepgemm.support import Capability, Feature, LibraryState, decide
 from vllm_moe_ep.deepgemm.symbols import ALIGNMENT, Function, resolve_symbols
 from vllm_moe_ep.deepgemm.toolkit import Toolkit, find_toolkit
@@ -82,6 +82,30 @@ def load(
     )
     alignment = _alignment(functions[ALIGNMENT]()) if ALIGNMENT in functions else 1
     return DeepGemm(imported.state.detail, capability, toolkit, functions, alignment)
+
+
+def check_before_start(
+    capabilities: Sequence[Capability], environ: Mapping[str, str], use_hub: bool = False
+) -> str:
+    """The checks of ``load`` that need neither CUDA nor the library's import.
+
+    For the process that only starts workers: it must initialise no device, and a wrong set-up
+    should be reported before a worker loads weights.
+
+    Returns:
+        The library's source, for the log.
+
+    Raises:
+        DeepGemmUnavailableError: the first check that fails.
+    """
+    source = find_source(use_hub)
+    state = absent(use_hub) if source is None else LibraryState("present", source)
+    _require(capabilities, "bf16", state)
+    fault = find_toolkit(environ).fault_for(capabilities[0])
+    if fault is not None:
+        raise DeepGemmUnavailableError(fault)
+    assert source is not None, "an absent library is refused above"
+    return source
 
 
 def _require(capabilities: Sequence[Capability], feature: Feature, state: LibraryState) -> None:

@@ -15,6 +15,9 @@ Spellings = tuple[str, ...]
 
 ALIGNMENT = "get_mk_alignment_for_contiguous_layout"
 _COMMON: tuple[Spellings, ...] = ((ALIGNMENT, "get_m_alignment_for_contiguous_layout"),)
+SET_ALIGNMENT = "set_mk_alignment_for_contiguous_layout"
+# Called where present: without it the library's own alignment serves every size.
+OPTIONAL: tuple[str, ...] = (SET_ALIGNMENT,)
 _BF16: tuple[Spellings, ...] = (
     ("m_grouped_bf16_gemm_nt_contiguous",),
     ("m_grouped_bf16_gemm_nn_contiguous",),
@@ -59,7 +62,7 @@ def needed_symbols(feature: Feature, major: int) -> tuple[Spellings, ...]:
 def resolve_symbols(
     module: ModuleType, source: str, feature: Feature, major: int
 ) -> Mapping[str, Function]:
-    """The functions by their first spelling.
+    """The functions by their first spelling, and those of `OPTIONAL` that exist.
 
     Raises:
         DeepGemmUnavailableError: names every one that is missing, all together.
@@ -72,6 +75,9 @@ def resolve_symbols(
             found[spellings[0]] = getattr(module, present[0])
         else:
             missing.append(" or ".join(spellings))
+    if feature != "mega":
+        optional = {name: getattr(module, name, None) for name in OPTIONAL}
+        found |= {name: function for name, function in optional.items() if callable(function)}
     if missing:
         version = getattr(module, "__version__", "of unknown version")
         raise DeepGemmUnavailableError(
