@@ -142,6 +142,14 @@ VARIABLES: tuple[Variable, ...] = (
         "of the largest rank's rows, and never below this.",
         minimum=1,
     ),
+    Variable(
+        "cuda_path",
+        str,
+        "auto",
+        "Kernels of the experts on NVIDIA. engine: vLLM's Triton kernel; deepgemm: DeepGEMM; "
+        "auto: the one that is faster at a step's size.",
+        choices=("auto", "engine", "deepgemm"),
+    ),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -158,6 +166,7 @@ class Settings:
     expert_capacity: int
     gather: str
     min_capacity: int
+    cuda_path: str
 
 
 def load_settings(

@@ -4,7 +4,14 @@ import os
 
 import torch
 
-from vllm_moe_ep.deepgemm.loading import DeepGemm, load, visible_capabilities
+from vllm_moe_ep.cuda_devices import visible_devices
+from vllm_moe_ep.deepgemm.jit_cache import CACHE_VARIABLE
+from vllm_moe_ep.deepgemm.loading import (
+    DeepGemm,
+    check_before_start,
+    load,
+    visible_capabilities,
+)
 from vllm_moe_ep.deepgemm.support import Feature
 from vllm_moe_ep.deepgemm.unavailable import DeepGemmUnavailableError
 
@@ -42,3 +49,21 @@ def _ensure_loaded(feature: Feature, use_hub: bool) -> bool:
         except DeepGemmUnavailableError as error:
             _refusals[request] = str(error)
     raise DeepGemmUnavailableError(_refusals[request])
+
+
+def check_deep_gemm() -> str:
+    """Whether workers of this process could load the library, without initialising CUDA here.
+
+    Returns:
+        The library's source.
+
+    Raises:
+        DeepGemmUnavailableError: they could not; says why and what to do.
+    """
+    capabilities = [device.capability for device in visible_devices()]
+    return check_before_start(capabilities, os.environ)
+
+
+def kernel_cache() -> str:
+    """The folder of compiled kernels; set by the first call of ``deep_gemm``."""
+    return os.environ[CACHE_VARIABLE]

@@ -4,7 +4,7 @@ What decides is the mean number of rows per expert: with few, streaming the weig
 counts, and every row of a tile beyond an expert's own is wasted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Path = Literal["engine", "deepgemm"]
@@ -58,3 +58,11 @@ def only(path: Path, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     kept = [entry for entry in entries if entry.path == path]
     first = Entry(0.0, kept[0].path, kept[0].alignment)
     return (first, *kept[1:])
+
+
+def with_alignment(entries: tuple[Entry, ...], alignment: int) -> tuple[Entry, ...]:
+    """The entries for a library whose alignment cannot be set."""
+    return tuple(
+        entry if entry.path == "engine" else replace(entry, alignment=alignment)
+        for entry in entries
+    )

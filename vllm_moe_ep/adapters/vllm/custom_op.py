@@ -27,7 +27,7 @@ def _routed_experts(
     context = get_forward_context()
     layer = context.no_compile_layers[layer_name].routed_experts
     if local_slots is not None and hidden_states.shape[0] <= layer.max_aliased_rows:
-        return layer.packed_experts.fused(hidden_states, local_slots, local_weights)
+        return layer.packed_shard.fused.fused(hidden_states, local_slots, local_weights)
     return layer.compute(hidden_states, topk_weights, topk_ids, context)
 
 

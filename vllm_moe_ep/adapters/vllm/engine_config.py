@@ -9,6 +9,7 @@ from vllm_moe_ep import BACKEND_NAME, __version__
 from vllm_moe_ep.adapters.vllm import backend_name
 from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
 from vllm_moe_ep.config import EPConfig
+from vllm_moe_ep.deepgemm.library import check_deep_gemm
 from vllm_moe_ep.envs import OVERRIDE_KEY, Settings, load_settings
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.hardware import Hardware, probe, require_layer
@@ -91,12 +92,24 @@ def prepare(vllm_config: Any) -> None:
     settings = settings_of(vllm_config)
     hardware = probe(settings.platform)
     require_layer(hardware)
+    if hardware.kind == "cuda":
+        _check_cuda(settings)
     log_choice(hardware)
     ep_config_of(settings)
     vllm_config.kernel_config.moe_backend = BACKEND_NAME
     for reason in _refusals(vllm_config):
         raise UnsupportedError(f"--moe-backend static-ep cannot serve this: {reason}")
     _keep_tokens_replicated(vllm_config.parallel_config)
+
+
+def _check_cuda(settings: Settings) -> None:
+    """Everything that can be known before a worker starts."""
+    if settings.experts != "auto":
+        raise UnsupportedError(
+            f"VLLM_MOE_EP_EXPERTS={settings.experts} is for CPU; on NVIDIA leave it on auto and "
+            "use VLLM_MOE_EP_CUDA_PATH."
+        )
+    check_deep_gemm()
 
 
 @functools.cache

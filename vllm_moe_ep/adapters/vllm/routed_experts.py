@@ -14,14 +14,16 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from vllm_moe_ep.adapters.vllm import cpu_experts, engine_config, stock_guard
+from vllm_moe_ep.adapters.vllm import cpu_experts, cuda_method, engine_config, stock_guard
 from vllm_moe_ep.adapters.vllm.capacity import largest_capacity, step_capacity
 from vllm_moe_ep.adapters.vllm.custom_op import routed_experts
 from vllm_moe_ep.adapters.vllm.groups import describe_groups, layer_collectives
 from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod, format_refusal
 from vllm_moe_ep.config import MoEConfig
+from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.expert_weights import ExpertLinears, FloatExperts
 from vllm_moe_ep.layers.fused_experts import alias_foreign
+from vllm_moe_ep.layers.kernel_ep import KernelEPLayer
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 from vllm_moe_ep.placement import LocalExperts
 
@@ -34,7 +36,8 @@ class StaticEPRoutedExperts(RoutedExperts):
     Attributes:
         refusal: why this layer stays on vLLM's own experts; None when it is ours.
         static_layer: the layer, built once the weights are loaded.
-        packed_experts: vLLM's grouped CPU kernel, where it takes whole steps of few rows.
+        packed_shard: the experts of vLLM's grouped CPU kernel, where it takes whole steps of few
+            rows.
         max_aliased_rows: how many rows these are.
     """
 
@@ -47,20 +50,30 @@ class StaticEPRoutedExperts(RoutedExperts):
         self.refusal = refusal
         self.settings = engine_config.settings_of(get_current_vllm_config())
         super().__init__(*args, **kwargs)
-        scheduler_config = get_current_vllm_config().scheduler_config
+        vllm_config = get_current_vllm_config()
+        self.capture_sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
+        self.has_dummy_weights = vllm_config.load_config.load_format == "dummy"
+        scheduler_config = vllm_config.scheduler_config
         self.max_num_tokens = largest_capacity(
             scheduler_config.max_num_batched_tokens, self.settings.min_capacity
         )
-        self.static_layer: StaticEPLayer | None = None
-        self.packed_experts: cpu_experts.PackedCpuExperts | None = None
+        self.static_layer: StaticEPLayer | KernelEPLayer | None = None
+        self.packed_shard: ExpertShard | None = None
         self.max_aliased_rows = 0
 
     def _get_quant_method(
         self, prefix: str, quant_config: Any, moe_config: Any
     ) -> FusedMoEMethodBase:
-        self.refusal = self.refusal or format_refusal(quant_config, self.params_dtype)
-        if self.refusal is None:
-            return StaticEPMethod(moe_config)
+        if cuda_method.is_chosen(self.settings):
+            self.refusal = self.refusal or cuda_method.format_refusal(
+                quant_config, self.params_dtype, prefix
+            )
+            if self.refusal is None:
+                return cuda_method.make_method(quant_config, moe_config, prefix)
+        else:
+            self.refusal = self.refusal or format_refusal(quant_config, self.params_dtype)
+            if self.refusal is None:
+                return StaticEPMethod(moe_config)
         stock_guard.allow_stock(prefix, self.refusal, moe_config)
         return super()._get_quant_method(prefix, quant_config, moe_config)
 
@@ -87,12 +100,18 @@ class StaticEPRoutedExperts(RoutedExperts):
             max_num_tokens=self.max_num_tokens,
             swiglu_limit=self.swiglu_limit,
         )
+        if cuda_method.is_chosen(self.settings):
+            # Only here: it needs Triton and vLLM's kernels for GPUs.
+            from vllm_moe_ep.adapters.vllm import cuda_experts
+
+            self.static_layer = cuda_experts.build_layer(self, config)
+            return
         linears = self._expert_weights(config)
         collectives = layer_collectives()
         ep_config = engine_config.ep_config_of(self.settings)
         self.static_layer = StaticEPLayer(config, self.placement, linears, collectives, ep_config)
         if isinstance(linears, cpu_experts.PackedCpuExperts) and collectives.token_size == 1:
-            self.packed_experts = linears
+            self.packed_shard = self.static_layer.shard
             self.max_aliased_rows = cpu_experts.max_aliased_rows(config)
 
     def _expert_weights(self, config: MoEConfig) -> ExpertLinears:
@@ -106,10 +125,10 @@ class StaticEPRoutedExperts(RoutedExperts):
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         """The part of the step that vLLM traces; shapes as in `custom_op.routed_experts`."""
-        if self.static_layer is None or self.packed_experts is None:
+        if self.packed_shard is None:
             return routed_experts(hidden_states, topk_weights, topk_ids, self.layer_name)
         # Traced, these few operations on ids cost far less than inside the opaque op.
-        local = alias_foreign(topk_ids, topk_weights, self.static_layer.shard)
+        local = alias_foreign(topk_ids, topk_weights, self.packed_shard)
         values = routed_experts(
             hidden_states, topk_weights, topk_ids, self.layer_name, local.weights, local.slots
         )
@@ -139,14 +158,15 @@ def _valid_rows(context: ForwardContext, num_tokens: int) -> torch.Tensor | None
     """bool [num_tokens], False in padding and in dummy steps; None when every row is real.
 
     Only data parallelism fills whole steps with padding. Without it the look at the mask costs
-    more than the few padded rows, whose output vLLM drops.
+    more than the few padded rows, whose output vLLM drops. On a GPU the mask is not looked at:
+    its values must not travel to the host.
     """
     is_padding = context.is_padding
     if (
         context.dp_metadata is None
         or is_padding is None
         or is_padding.shape[0] != num_tokens
-        or not is_padding.any()
+        or (is_padding.device.type == "cpu" and not is_padding.any())
     ):
         return None
     return ~is_padding

@@ -1,0 +1,117 @@
+"""Build the layer of a CUDA rank over the weights that vLLM loaded."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from vllm.logger import init_logger
+
+from vllm_moe_ep.adapters.vllm import engine_config
+from vllm_moe_ep.adapters.vllm.cuda_warmup import warm_up
+from vllm_moe_ep.adapters.vllm.groups import layer_collectives
+from vllm_moe_ep.config import MoEConfig
+from vllm_moe_ep.deepgemm.blackwell_experts import BlackwellExperts
+from vllm_moe_ep.deepgemm.experts_by_size import ExpertsBySize
+from vllm_moe_ep.deepgemm.hopper_experts import HopperExperts, HopperWeights
+from vllm_moe_ep.deepgemm.library import deep_gemm
+from vllm_moe_ep.deepgemm.path_table import TABLE, Entry, only, with_alignment
+from vllm_moe_ep.deepgemm.row_kernels import load_row_kernels
+from vllm_moe_ep.deepgemm.symbols import SET_ALIGNMENT
+from vllm_moe_ep.deepgemm.weight_scales import ScaledWeight, prepare_fp8_weight
+from vllm_moe_ep.layers.kernel_ep import KernelEPLayer
+from vllm_moe_ep.stages import RoutedTokens
+
+logger = init_logger("vllm.vllm_moe_ep")
+
+
+def build_layer(layer: Any, config: MoEConfig) -> KernelEPLayer:
+    """The layer over the weights of `layer`, held by reference, and compiled for its sizes.
+
+    Args:
+        layer: our `RoutedExperts` with its weights loaded.
+        config: its shape.
+
+    Raises:
+        UnsupportedError: a format or size that the kernels do not take.
+        ValueError: damaged scales; names the tensor.
+    """
+    weights = loaded_weights(layer)
+    entries = entries_for(layer, weights)
+    experts = ExpertsBySize(
+        entries,
+        config.num_experts,
+        _deepgemm_experts(layer, weights),
+        _engine_experts(layer, weights, entries),
+    )
+    built = KernelEPLayer(
+        config,
+        experts,
+        layer_collectives(),
+        engine_config.ep_config_of(layer.settings),
+    )
+    logger.info_once("static-ep: experts by size: %s", _described(entries))
+    warm_up(built, layer.capture_sizes, entries, weights)
+    return built
+
+
+def loaded_weights(layer: Any) -> HopperWeights:
+    """vLLM's parameters as our weights, without a copy."""
+    scales = [getattr(layer, f"{name}_weight_scale_inv", None) for name in ("w13", "w2")]
+    if scales[0] is None:
+        return HopperWeights(layer.w13_weight.data, layer.w2_weight.data)
+    first, second = (
+        _scaled(f"{layer.layer_name}.{name}", weight.data, scale.data, layer.has_dummy_weights)
+        for name, weight, scale in zip(
+            ("w13_weight", "w2_weight"), (layer.w13_weight, layer.w2_weight), scales, strict=True
+        )
+    )
+    return HopperWeights(first, second)
+
+
+def _scaled(name: str, values: Tensor, scale: Tensor, is_dummy: bool) -> ScaledWeight:
+    if is_dummy:
+        # vLLM's random numbers: half of its scales are negative, which no checkpoint has.
+        return ScaledWeight(values, scale, "float32", 128)
+    return prepare_fp8_weight(name, values, scale, (128, 128), 9)
+
+
+def entries_for(layer: Any, weights: HopperWeights) -> tuple[Entry, ...]:
+    """The table of this format under the settings, as far as the library allows."""
+    entries = TABLE["fp8" if weights.is_fp8 else "bf16"]
+    path = layer.settings.cuda_path
+    if layer.swiglu_limit is not None:
+        # The engine's kernel of small steps is told of no clamp.
+        path = "deepgemm"
+    if path != "auto":
+        entries = only(path, entries)
+    bundle = deep_gemm("fp8_block" if weights.is_fp8 else "bf16")
+    has_choice = bundle.capability[0] == 9 and SET_ALIGNMENT in bundle.functions
+    return entries if has_choice else with_alignment(entries, bundle.alignment)
+
+
+def _deepgemm_experts(layer: Any, weights: HopperWeights) -> Callable[[RoutedTokens, int], Tensor]:
+    bundle = deep_gemm("fp8_block" if weights.is_fp8 else "bf16")
+    if bundle.capability[0] == 10:
+        return BlackwellExperts(bundle, weights, layer._expert_map, layer.swiglu_limit)
+    kernels = load_row_kernels("triton_kernels")
+    return HopperExperts(bundle, weights, kernels, layer._expert_map, layer.swiglu_limit)
+
+
+def _engine_experts(
+    layer: Any, weights: HopperWeights, entries: tuple[Entry, ...]
+) -> Callable[[RoutedTokens], Tensor] | None:
+    if all(entry.path != "engine" for entry in entries):
+        return None
+    from vllm_moe_ep.adapters.vllm.engine_experts import EngineExperts
+
+    return EngineExperts(layer.moe_config, weights, layer._expert_map)
+
+
+def _described(entries: tuple[Entry, ...]) -> str:
+    names = {"engine": "vLLM's Triton kernel", "deepgemm": "DeepGEMM"}
+    return "; ".join(
+        f"{names[entry.path]}{f' in tiles of {entry.alignment} rows' if entry.alignment else ''} "
+        f"from {entry.min_rows_per_expert:g} rows per expert"
+        for entry in entries
+    )
+
