@@ -68,9 +68,7 @@ def test_a_share_of_the_experts(form: str) -> None:
     held = torch.tensor([11, 2, 5])
     expert_map = torch.full((16,), -1, dtype=torch.int32)
     expert_map[held] = torch.arange(3, dtype=torch.int32)
-    local = replace(
-        fixture, w13_weight=fixture.w13_weight[held], w2_weight=fixture.w2_weight[held]
-    )
+    local = replace(fixture, w13_weight=fixture.w13_weight[held], w2_weight=fixture.w2_weight[held])
     weights, answer = weights_of(local, form)
     experts = HopperExperts(fake_psum_bundle()[0], weights, KERNELS, expert_map)
     output = experts(tokens_of(fixture), 8)

@@ -13,9 +13,7 @@ def expected(
     """By Python's integers, expert by expert."""
     flat = ids.flatten().tolist()
     known = range(num_experts if expert_map is None else len(expert_map))
-    local = [
-        -1 if i not in known else (i if expert_map is None else expert_map[i]) for i in flat
-    ]
+    local = [-1 if i not in known else (i if expert_map is None else expert_map[i]) for i in flat]
     rows, ends, start = [-1] * len(flat), [], 0
     for expert in range(num_experts):
         row = start

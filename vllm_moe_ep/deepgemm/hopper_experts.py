@@ -177,9 +177,7 @@ class HopperExperts:
         self._fp8_product(gathered, scale, self.weights.w13, gate_up, step)
         activated = _view(bytes_, step.num_rows, width)
         scale = _scale_buffer(activated)
-        self.kernels.swiglu_rows_fp8(
-            gate_up, step.row_of_pair, self.swiglu_limit, activated, scale
-        )
+        self.kernels.swiglu_rows_fp8(gate_up, step.row_of_pair, self.swiglu_limit, activated, scale)
         rows = _view(large, step.num_rows, hidden_size)
         self._fp8_product(activated, scale, self.weights.w2, rows, step)
         return rows

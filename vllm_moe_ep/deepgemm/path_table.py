@@ -34,9 +34,7 @@ TABLE: dict[str, tuple[Entry, ...]] = {
 """By weight format, on SM90. Sorted by `min_rows_per_expert`, the first one 0."""
 
 
-def choose(
-    entries: tuple[Entry, ...], num_tokens: int, top_k: int, num_experts: int
-) -> Entry:
+def choose(entries: tuple[Entry, ...], num_tokens: int, top_k: int, num_experts: int) -> Entry:
     """The last entry that this step reaches.
 
     Args:

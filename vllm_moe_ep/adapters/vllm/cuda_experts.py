@@ -56,20 +56,16 @@ def build_layer(layer: Any, config: MoEConfig) -> KernelEPLayer:
 
 def loaded_weights(layer: Any) -> HopperWeights:
     """vLLM's parameters as our weights, without a copy."""
-    scales = [getattr(layer, f"{name}_weight_scale_inv", None) for name in ("w13", "w2")]
-    if scales[0] is None:
+    if not hasattr(layer, "w13_weight_scale_inv"):
         return HopperWeights(layer.w13_weight.data, layer.w2_weight.data)
-    first, second = (
-        _scaled(f"{layer.layer_name}.{name}", weight.data, scale.data, layer.has_dummy_weights)
-        for name, weight, scale in zip(
-            ("w13_weight", "w2_weight"), (layer.w13_weight, layer.w2_weight), scales, strict=True
-        )
-    )
-    return HopperWeights(first, second)
+    return HopperWeights(_scaled(layer, "w13_weight"), _scaled(layer, "w2_weight"))
 
 
-def _scaled(name: str, values: Tensor, scale: Tensor, is_dummy: bool) -> ScaledWeight:
-    if is_dummy:
+def _scaled(layer: Any, parameter: str) -> ScaledWeight:
+    name = f"{layer.layer_name}.{parameter}"
+    values: Tensor = getattr(layer, parameter).data
+    scale: Tensor = getattr(layer, f"{parameter}_scale_inv").data
+    if layer.has_dummy_weights:
         # vLLM's random numbers: half of its scales are negative, which no checkpoint has.
         return ScaledWeight(values, scale, "float32", 128)
     return prepare_fp8_weight(name, values, scale, (128, 128), 9)
@@ -114,4 +110,3 @@ def _described(entries: tuple[Entry, ...]) -> str:
         f"from {entry.min_rows_per_expert:g} rows per expert"
         for entry in entries
     )
-
