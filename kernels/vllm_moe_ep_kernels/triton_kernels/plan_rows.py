@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_PAIRS = 512
+_BLOCK_PAIRS = 256
 _EXPERTS_PER_PASS = 32
 _WARPS = 8
 

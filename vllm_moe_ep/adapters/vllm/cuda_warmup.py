@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from vllm.logger import init_logger
 
 from vllm_moe_ep.deepgemm.build_lock import exclusive_lock
@@ -80,7 +79,9 @@ def warm_up(
     device = weights.tensors[0].device
     with exclusive_lock(Path(kernel_cache()) / _LOCK):
         for size in sizes:
-            layer.experts(_tokens(size, layer, device))
+            # Routers differ in their dtype of ids, which is part of what a kernel is compiled for.
+            for dtype in (torch.int32, torch.int64):
+                layer.experts(_tokens(size, layer, device, dtype))
         torch.accelerator.synchronize()
     elapsed_s = time.monotonic() - started
     logger.info_once(
@@ -92,13 +93,16 @@ def warm_up(
     )
 
 
-def _tokens(num_rows: int, layer: KernelEPLayer, device: torch.device) -> RoutedTokens:
+def _tokens(
+    num_rows: int, layer: KernelEPLayer, device: torch.device, ids_dtype: torch.dtype
+) -> RoutedTokens:
     """Rows spread evenly over all experts."""
     config = layer.config
-    pairs = torch.arange(num_rows * config.top_k, device=device, dtype=torch.int32)
-    weights: Tensor = torch.full((num_rows, config.top_k), 1 / config.top_k, device=device)
+    size = (num_rows, config.top_k)
+    pairs = torch.arange(num_rows * config.top_k, device=device, dtype=ids_dtype)
     return RoutedTokens(
         torch.zeros(num_rows, config.hidden_size, device=device, dtype=layer.hidden_dtype),
-        (pairs % config.num_experts).view(num_rows, config.top_k),
-        weights,
+        (pairs % config.num_experts).view(size),
+        # While weights are loaded, torch's default dtype is the model's.
+        torch.full(size, 1 / config.top_k, device=device, dtype=torch.float32),
     )
