@@ -10,9 +10,9 @@ import torch
 from fake_library import ALL_NAMES, write_library
 from toolkits import make_toolkit
 
-from vllm_moe_ep.deepgemm.loading import DeepGemm, load, visible_capabilities
+from vllm_moe_ep.deepgemm.loading import DeepGemm, check_before_start, load, visible_capabilities
 from vllm_moe_ep.deepgemm.support import Feature
-from vllm_moe_ep.deepgemm.symbols import needed_symbols
+from vllm_moe_ep.deepgemm.symbols import SET_ALIGNMENT, needed_symbols
 from vllm_moe_ep.deepgemm.unavailable import DeepGemmUnavailableError
 
 HOPPER, BLACKWELL = ((9, 0),), ((10, 0),)
@@ -133,3 +133,23 @@ def test_no_visible_device_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index))
     assert visible_capabilities() == ((9, 0), (9, 1))
+
+
+def test_an_optional_function_is_found_where_the_library_has_it(site: Path) -> None:
+    write_library(site, names=[*ALL_NAMES, SET_ALIGNMENT])
+    assert callable(_load().functions[SET_ALIGNMENT])
+    assert SET_ALIGNMENT not in _load("mega").functions
+
+
+def test_checks_before_the_start_import_nothing(site: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeepGemmUnavailableError, match="none of deep_gemm.*is installed"):
+        check_before_start(HOPPER, os.environ)
+    write_library(site, failure="RuntimeError('imported')")
+    assert check_before_start(HOPPER, os.environ) == "deep_gemm"
+    with pytest.raises(DeepGemmUnavailableError, match="no CUDA device"):
+        check_before_start((), os.environ)
+    with pytest.raises(DeepGemmUnavailableError, match="mixed devices"):
+        check_before_start(((9, 0), (8, 0)), os.environ)
+    old = make_toolkit(tmp_path / "old", "12.2")
+    with pytest.raises(DeepGemmUnavailableError, match="needs nvcc 12.3 or newer, found 12.2"):
+        check_before_start(HOPPER, {**os.environ, "CUDA_HOME": str(old)})

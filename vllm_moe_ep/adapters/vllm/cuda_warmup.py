@@ -79,9 +79,7 @@ def warm_up(
     device = weights.tensors[0].device
     with exclusive_lock(Path(kernel_cache()) / _LOCK):
         for size in sizes:
-            # Routers differ in their dtype of ids, which is part of what a kernel is compiled for.
-            for dtype in (torch.int32, torch.int64):
-                layer.experts(_tokens(size, layer, device, dtype))
+            layer.experts(_tokens(size, layer, device))
         torch.accelerator.synchronize()
     elapsed_s = time.monotonic() - started
     logger.info_once(
@@ -93,13 +91,11 @@ def warm_up(
     )
 
 
-def _tokens(
-    num_rows: int, layer: KernelEPLayer, device: torch.device, ids_dtype: torch.dtype
-) -> RoutedTokens:
+def _tokens(num_rows: int, layer: KernelEPLayer, device: torch.device) -> RoutedTokens:
     """Rows spread evenly over all experts."""
     config = layer.config
     size = (num_rows, config.top_k)
-    pairs = torch.arange(num_rows * config.top_k, device=device, dtype=ids_dtype)
+    pairs = torch.arange(num_rows * config.top_k, device=device, dtype=torch.int32)
     return RoutedTokens(
         torch.zeros(num_rows, config.hidden_size, device=device, dtype=layer.hidden_dtype),
         (pairs % config.num_experts).view(size),
