@@ -28,8 +28,8 @@ class Entry:
 
 _ENGINE = Entry(0.0, "engine")
 TABLE: dict[str, tuple[Entry, ...]] = {
-    "fp8": (_ENGINE, Entry(24.0, "deepgemm", 64), Entry(192.0, "deepgemm", 128)),
-    "bf16": (_ENGINE, Entry(64.0, "deepgemm", 64), Entry(192.0, "deepgemm", 128)),
+    "fp8": (_ENGINE, Entry(24.0, "deepgemm", 64), Entry(72.0, "deepgemm", 128)),
+    "bf16": (_ENGINE, Entry(44.0, "deepgemm", 64), Entry(88.0, "deepgemm", 128)),
 }
 """By weight format, on SM90. Sorted by `min_rows_per_expert`, the first one 0."""
 
