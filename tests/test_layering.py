@@ -20,6 +20,8 @@ LEVELS = {
     "vllm_moe_ep.quant": 2,
     "vllm_moe_ep.placement": 2,
     "vllm_moe_ep.collectives": 2,
+    "vllm_moe_ep.device_groups": 2,
+    "vllm_moe_ep.rank_group": 2,
     "vllm_moe_ep_kernels": 2,
     "vllm_moe_ep.deepgemm": 2,
     "vllm_moe_ep.layers": 3,

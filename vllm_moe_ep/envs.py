@@ -142,6 +142,20 @@ VARIABLES: tuple[Variable, ...] = (
         "of the largest rank's rows, and never below this.",
         minimum=1,
     ),
+    Variable(
+        "hierarchical_all_reduce",
+        bool,
+        True,
+        "Sum over tensor-parallel ranks inside each device first, then across devices; only where "
+        "these ranks are all ranks and fill more than one device.",
+    ),
+    Variable(
+        "device_size",
+        int,
+        0,
+        "Ranks that share a device, for the sum above; 0: 4 on neuron, 1 elsewhere.",
+        minimum=0,
+    ),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -158,6 +172,8 @@ class Settings:
     expert_capacity: int
     gather: str
     min_capacity: int
+    hierarchical_all_reduce: bool
+    device_size: int
 
 
 def load_settings(
