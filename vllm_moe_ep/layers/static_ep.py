@@ -96,7 +96,7 @@ class StaticEPLayer:
             ValueError: a shape or dtype does not fit, or num_tokens exceeds capacity.
         """
         tokens = self._tokens(hidden_states, topk_ids, topk_weights, capacity, valid)
-        gathered = gather_tokens(tokens, capacity, self.config, self.ep_config, self.collectives)
+        gathered = self._gather(tokens, capacity)
         output = self._run_experts(gathered)
         if output.overflow is not None:
             # All ranks decide alike, although the rerun holds no collective: ranks then also
@@ -163,7 +163,7 @@ class StaticEPLayer:
         strategy: str | None = None,
     ) -> StepResult:
         hidden_states = tokens.hidden_states
-        gathered = gather_tokens(tokens, capacity, self.config, self.ep_config, self.collectives)
+        gathered = self._gather(tokens, capacity)
         output = self._run_experts(gathered, strategy)
         values = self.collectives.reduce_scatter(output.values)[: hidden_states.shape[0]]
         shared_values = shared(hidden_states) if callable(shared) else shared
@@ -186,6 +186,16 @@ class StaticEPLayer:
         tokens = RoutedTokens(hidden_states, topk_ids, topk_weights)
         check_step(tokens, capacity, self.config, self.shard.linears.hidden_dtype)
         return tokens if valid is None else mask_padding(tokens, valid)
+
+    def _gather(self, tokens: RoutedTokens, capacity: int) -> RoutedTokens:
+        return gather_tokens(
+            tokens,
+            capacity,
+            self.config,
+            self.ep_config,
+            self.collectives,
+            self.shard.activation,
+        )
 
     def _run_experts(self, tokens: RoutedTokens, strategy: str | None = None) -> ExpertOutput:
         num_rows = tokens.hidden_states.shape[0]
