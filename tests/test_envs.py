@@ -80,6 +80,7 @@ def test_bad_override_names_the_key(overrides: object, named: str) -> None:
     [
         ({"experts": "grouped"}, "EXPERT_CAPACITY.*at least 1"),
         ({"experts": "ragged", "platform": "neuron"}, "VLLM_MOE_EP_PLATFORM=neuron"),
+        ({"experts": "dense", "forced_gate": "1"}, "FORCED_GATE=1 .*EXPERTS=dense: use gated"),
     ],
 )
 def test_contradictions_name_both_settings(overrides: dict[str, object], named: str) -> None:

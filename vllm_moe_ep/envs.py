@@ -120,6 +120,21 @@ VARIABLES: tuple[Variable, ...] = (
         minimum=0,
     ),
     Variable(
+        "forced_gate",
+        str,
+        "off",
+        "For timing only: 0 skips every gated expert, 1 computes every one, whatever was routed. "
+        "With 0 results are wrong; the log says so at start.",
+        choices=("off", "0", "1"),
+    ),
+    Variable(
+        "shared_slices",
+        bool,
+        True,
+        "Where the layer computes the shared expert, each rank takes 128 of its columns. vLLM's "
+        "own shared expert, which CPU serving uses, is split over tensor-parallel ranks anyway.",
+    ),
+    Variable(
         "expert_capacity",
         int,
         0,
@@ -169,6 +184,8 @@ class Settings:
     allow_stock: bool
     experts: str
     gated_max_rows: int
+    forced_gate: str
+    shared_slices: bool
     expert_capacity: int
     gather: str
     min_capacity: int
@@ -216,6 +233,11 @@ def _refuse_contradictions(settings: Settings) -> None:
         raise SettingsError(
             f"{PREFIX}EXPERTS=grouped (or {OVERRIDE_KEY}.experts) needs {PREFIX}EXPERT_CAPACITY "
             f"(or {OVERRIDE_KEY}.expert_capacity) of at least 1, found 0."
+        )
+    if settings.forced_gate != "off" and settings.experts not in ("auto", "gated"):
+        raise SettingsError(
+            f"{PREFIX}FORCED_GATE={settings.forced_gate} (or {OVERRIDE_KEY}.forced_gate) acts on "
+            f"gated experts, found {PREFIX}EXPERTS={settings.experts}: use gated."
         )
     if settings.experts == "ragged" and settings.platform in ("cuda", "neuron"):
         raise SettingsError(

@@ -8,6 +8,7 @@ every rank enters the same collectives, whether it has tokens or not.
 
 import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,12 +22,30 @@ from vllm_moe_ep.layers.expert_weights import ExpertLinears
 from vllm_moe_ep.layers.experts import choose_strategy, run_experts
 from vllm_moe_ep.layers.gather import gather_tokens
 from vllm_moe_ep.layers.routing import mask_padding
+from vllm_moe_ep.layers.shared_expert import (
+    SharedExpert,
+    slice_shared_expert,
+    why_not_sliced,
+)
 from vllm_moe_ep.placement import LocalExperts
 from vllm_moe_ep.stages import ExpertOutput, RoutedTokens, StepResult
 
 logger = logging.getLogger(__name__)
 
 SharedExperts = Tensor | Callable[[Tensor], Tensor]
+
+
+@cache
+def _warn_of_forced_gate(forced_gate: int) -> None:
+    """Once per process, not once per layer."""
+    logger.warning(
+        "Every expert gate is forced to %d: this is for timing, results are wrong.", forced_gate
+    )
+
+
+@cache
+def _log_whole_shared_expert(reason: str) -> None:
+    logger.info("Each rank computes the whole shared expert: %s.", reason)
 
 
 class StaticEPLayer:
@@ -63,10 +82,20 @@ class StaticEPLayer:
         self.collectives = collectives
         self.shard = ExpertShard(placement, linears, config.swiglu_limit)
         if self.ep_config.forced_gate is not None:
-            logger.warning(
-                "Every expert gate is forced to %d: this is for timing, results are wrong.",
-                self.ep_config.forced_gate,
-            )
+            _warn_of_forced_gate(self.ep_config.forced_gate)
+
+    def prepare_shared(self, whole: SharedExpert) -> SharedExpert:
+        """This rank's part of the layer's shared experts, to be made once when weights are loaded.
+
+        A slice where ``why_not_sliced`` has no objection, and else ``whole``: the log says why.
+        ``refresh_slice`` brings later weights into it.
+        """
+        ours = self.collectives
+        reason = why_not_sliced(whole.width, ours.replica_size, self.ep_config.shared_slices)
+        if reason is not None:
+            _log_whole_shared_expert(reason)
+            return whole
+        return slice_shared_expert(whole, ours.replica_size, ours.replica_rank)
 
     def routed_partial(
         self,
