@@ -39,7 +39,6 @@ def test_moe_config_refuses(change: dict[str, Any], text: str) -> None:
         ({"gather": "bf16"}, "bytes, fp32, found 'bf16'"),
         ({"max_gated_rows": -1}, "max_gated_rows .* found -1"),
         ({"experts": "ragged", "host_mode": False}, "needs host_mode"),
-        ({"experts": "grouped"}, "expert_capacity"),
         ({"forced_gate": 2}, "None, 0 or 1, found 2"),
         ({"forced_gate": 1}, "no expert is gated with experts 'auto' in host_mode; choose gated"),
         ({"forced_gate": 0, "experts": "dense"}, "no expert is gated with experts 'dense'"),

@@ -84,8 +84,9 @@ class EPConfig:
         gather: "bytes" packs any dtype as bytes; "fp32" packs one fp32 tensor, for compilers
             that mishandle dtype bitcasts.
         max_gated_rows: "auto" in a graph gates the experts up to this many rows.
-        expert_capacity: routed rows per expert of the "grouped" strategy; 0: never grouped by
-            "auto". A step with no more rows than this runs dense instead.
+        expert_capacity: routed rows per expert of the "grouped" strategy; 0: as many as
+            ``automatic_capacity`` finds fit for the step. A step with no more rows than this runs
+            dense instead.
         forced_gate: None in use. 0 or 1 overrides every gate, for timing: results are wrong.
         shared_slices: whether a rank computes a slice of the shared expert instead of all of it.
 
@@ -114,10 +115,6 @@ class EPConfig:
             raise SettingsError(
                 "EPConfig.experts 'ragged' has shapes that depend on data and needs host_mode; "
                 "in a graph choose auto, dense, gated or grouped."
-            )
-        if self.experts == "grouped" and self.expert_capacity == 0:
-            raise SettingsError(
-                "EPConfig.experts 'grouped' needs an expert_capacity of at least 1, found 0."
             )
         if self.forced_gate not in (None, 0, 1):
             raise SettingsError(

@@ -109,7 +109,8 @@ VARIABLES: tuple[Variable, ...] = (
         "auto",
         "How local experts are computed. dense: every expert on all rows; gated: experts without "
         "a routed row are skipped; grouped: each expert on a fixed number of rows, dense when one "
-        "has more; ragged: each expert on exactly its routed rows (CPU only); auto: ragged on CPU.",
+        "has more; ragged: each expert on exactly its routed rows (CPU only); auto: ragged on CPU, "
+        "elsewhere gated for few rows, grouped for many where that at least halves the products.",
         choices=("auto", "dense", "gated", "grouped", "ragged"),
     ),
     Variable(
@@ -138,7 +139,8 @@ VARIABLES: tuple[Variable, ...] = (
         "expert_capacity",
         int,
         0,
-        "Rows per expert of the grouped way; 0: auto never groups.",
+        "Rows per expert of the grouped way, for steps with more rows than that; 0: four times an "
+        "even share of the step's routed rows.",
         minimum=0,
     ),
     Variable(
@@ -229,11 +231,6 @@ def load_settings(
 
 
 def _refuse_contradictions(settings: Settings) -> None:
-    if settings.experts == "grouped" and settings.expert_capacity == 0:
-        raise SettingsError(
-            f"{PREFIX}EXPERTS=grouped (or {OVERRIDE_KEY}.experts) needs {PREFIX}EXPERT_CAPACITY "
-            f"(or {OVERRIDE_KEY}.expert_capacity) of at least 1, found 0."
-        )
     if settings.forced_gate != "off" and settings.experts not in ("auto", "gated"):
         raise SettingsError(
             f"{PREFIX}FORCED_GATE={settings.forced_gate} (or {OVERRIDE_KEY}.forced_gate) acts on "

@@ -227,6 +227,6 @@ class StaticEPLayer:
         )
 
     def _run_experts(self, tokens: RoutedTokens, strategy: str | None = None) -> ExpertOutput:
-        num_rows = tokens.hidden_states.shape[0]
-        name = strategy or choose_strategy(self.ep_config, num_rows)
+        num_rows, num_experts = tokens.hidden_states.shape[0], self.config.num_experts
+        name = strategy or choose_strategy(self.ep_config, num_rows, self.config.top_k, num_experts)
         return run_experts(name, tokens, self.shard, self.ep_config)
