@@ -92,7 +92,7 @@ class TorchDistributed:
         self._replica = RankGroup(replica_group, "replica")
         self.token_size, self.token_rank = self._token.size, self._token.rank
         self.replica_size, self.replica_rank = self._replica.size, self._replica.rank
-        self.is_hierarchical = device_groups is not None
+        self._token_rank = torch.tensor(self.token_rank)
         self._sums = [("all_reduce", self._replica)]
         if device_groups is not None:
             self._sums = [
@@ -123,6 +123,10 @@ class TorchDistributed:
         if self.use_reduce_scatter:
             return self._token.reduce_scatter(rows.contiguous())
         summed = self._token.all_reduce(rows.contiguous(), "sum")
+        if torch.compiler.is_compiling():
+            # The rank as a tensor, so that all ranks trace one graph.
+            own = torch.arange(num_rows, device=rows.device)
+            return summed.index_select(0, own + self._token_rank.to(rows.device) * num_rows)
         return summed.narrow(0, self.token_rank * num_rows, num_rows)
 
     def all_reduce(self, values: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from vllm_moe_ep.adapters.vllm.engine_config import prepare
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.placement import ExpertPlacement, LocalExperts
 
-
 # With fewer experts than ranks, round_robin fails in vLLM itself.
 SIZES = [("linear", 5, 8)] + [
     (strategy, num_experts, ep_size)

@@ -21,6 +21,13 @@ from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.expert_weights import ExpertLinears
 from vllm_moe_ep.layers.experts import choose_strategy, run_experts
 from vllm_moe_ep.layers.gather import gather_tokens
+from vllm_moe_ep.layers.regions import (
+    AFTER_COMBINE,
+    BEFORE_COMBINE,
+    BEFORE_EXPERTS,
+    Boundary,
+    no_split,
+)
 from vllm_moe_ep.layers.routing import mask_padding
 from vllm_moe_ep.layers.shared_expert import (
     SharedExpert,
@@ -59,6 +66,7 @@ class StaticEPLayer:
         linears: their weights, see ``expert_weights.py``.
         collectives: the groups of ranks; every rank builds its layers in the same order.
         ep_config: how to run; equal on every rank.
+        boundary: called between the regions of a step, see ``regions.py``.
 
     Raises:
         ValueError: config, placement and weights do not fit each other.
@@ -71,6 +79,7 @@ class StaticEPLayer:
         linears: ExpertLinears,
         collectives: Collectives,
         ep_config: EPConfig | None = None,
+        boundary: Boundary = no_split,
     ) -> None:
         if placement.num_experts != config.num_experts:
             raise ValueError(
@@ -80,6 +89,7 @@ class StaticEPLayer:
         self.config = config
         self.ep_config = ep_config or EPConfig()
         self.collectives = collectives
+        self.boundary = boundary
         self.shard = ExpertShard(placement, linears, config.swiglu_limit)
         if self.ep_config.forced_gate is not None:
             _warn_of_forced_gate(self.ep_config.forced_gate)
@@ -126,13 +136,16 @@ class StaticEPLayer:
         """
         tokens = self._tokens(hidden_states, topk_ids, topk_weights, capacity, valid)
         gathered = self._gather(tokens, capacity)
+        self.boundary(BEFORE_EXPERTS)
         output = self._run_experts(gathered)
+        self.boundary(BEFORE_COMBINE)
         if output.overflow is not None:
             # All ranks decide alike, although the rerun holds no collective: ranks then also
             # agree on how long the step takes.
             if combine_overflow(output.overflow, self.collectives).item():
                 output = self._run_experts(gathered, "dense")
         values = self.collectives.reduce_scatter(output.values)[: hidden_states.shape[0]]
+        self.boundary(AFTER_COMBINE)
         return values.to(out_dtype or hidden_states.dtype)
 
     def forward(
@@ -193,12 +206,15 @@ class StaticEPLayer:
     ) -> StepResult:
         hidden_states = tokens.hidden_states
         gathered = self._gather(tokens, capacity)
+        self.boundary(BEFORE_EXPERTS)
         output = self._run_experts(gathered, strategy)
-        values = self.collectives.reduce_scatter(output.values)[: hidden_states.shape[0]]
         shared_values = shared(hidden_states) if callable(shared) else shared
+        self.boundary(BEFORE_COMBINE)
+        values = self.collectives.reduce_scatter(output.values)[: hidden_states.shape[0]]
         if shared_values is not None and shared_is_partial:
             values = values + shared_values
         reduced = reduce_with_flag(ExpertOutput(values, output.overflow), self.collectives)
+        self.boundary(AFTER_COMBINE)
         values = reduced.values
         if shared_values is not None and not shared_is_partial:
             values = values + shared_values
