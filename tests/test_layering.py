@@ -28,6 +28,7 @@ LEVELS = {
     "vllm_moe_ep.adapters": 4,
     "vllm_moe_ep.cli": 4,
     "vllm_moe_ep.demo": 4,
+    "vllm_moe_ep.plan": 4,
     "vllm_moe_ep.make_model": 4,
 }
 # The package's own module holds names that all levels use, and imports the adapters on demand.

@@ -58,6 +58,11 @@ def _parts(tokens: RoutedTokens) -> tuple[Tensor, ...]:
     return tokens.hidden_states, tokens.topk_ids, tokens.topk_weights
 
 
+def row_bytes(part_bytes: Sequence[int]) -> int:
+    """Bytes of one packed row whose parts have these sizes."""
+    return sum(_aligned(num_bytes) for num_bytes in part_bytes)
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
@@ -69,7 +74,7 @@ def _gather_bytes(parts: Sequence[Tensor], capacity: int, collectives: Collectiv
 
 def _pack_bytes(parts: Sequence[Tensor], capacity: int) -> Tensor:
     """uint8 [capacity, width]; padding rows are all 0xFF: id -1 as int32, NaN as a float."""
-    width = sum(_aligned(_row_bytes(part)) for part in parts)
+    width = row_bytes([_row_bytes(part) for part in parts])
     packed = torch.full((capacity, width), _BYTE_PADDING, dtype=torch.uint8, device=parts[0].device)
     for span, part in zip(_unpack_bytes(packed, parts), parts, strict=True):
         span[: part.shape[0]].copy_(part)
