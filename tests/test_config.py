@@ -39,10 +39,20 @@ def test_moe_config_refuses(change: dict[str, Any], text: str) -> None:
         ({"gather": "bf16"}, "bytes, fp32, found 'bf16'"),
         ({"max_gated_rows": -1}, "max_gated_rows .* found -1"),
         ({"experts": "ragged", "host_mode": False}, "needs host_mode"),
-        ({"experts": "grouped"}, "expert_capacity"),
         ({"forced_gate": 2}, "None, 0 or 1, found 2"),
+        ({"forced_gate": 1}, "no expert is gated with experts 'auto' in host_mode; choose gated"),
+        ({"forced_gate": 0, "experts": "dense"}, "no expert is gated with experts 'dense'"),
+        (
+            {"forced_gate": 0, "host_mode": False, "max_gated_rows": 0},
+            "no expert is gated with experts 'auto'; choose gated",
+        ),
     ],
 )
 def test_ep_config_refuses(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingsError, match=text):
         EPConfig(**fields)
+
+
+def test_a_gate_may_be_forced_where_experts_are_gated() -> None:
+    assert EPConfig(experts="gated", forced_gate=0).forced_gate == 0
+    assert EPConfig(host_mode=False, forced_gate=1).forced_gate == 1

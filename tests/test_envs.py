@@ -78,17 +78,13 @@ def test_bad_override_names_the_key(overrides: object, named: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"experts": "grouped"}, "EXPERT_CAPACITY.*at least 1"),
         ({"experts": "ragged", "platform": "neuron"}, "VLLM_MOE_EP_PLATFORM=neuron"),
+        ({"experts": "dense", "forced_gate": "1"}, "FORCED_GATE=1 .*EXPERTS=dense: use gated"),
     ],
 )
 def test_contradictions_name_both_settings(overrides: dict[str, object], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         load_settings(overrides, environ={})
-
-
-def test_grouped_with_a_capacity_is_allowed() -> None:
-    assert load_settings({"experts": "grouped", "expert_capacity": 8}, environ={}).experts
 
 
 def test_table_lists_every_variable_and_marks_changed_values() -> None:

@@ -21,12 +21,15 @@ LEVELS = {
     "vllm_moe_ep.quant": 2,
     "vllm_moe_ep.placement": 2,
     "vllm_moe_ep.collectives": 2,
+    "vllm_moe_ep.device_groups": 2,
+    "vllm_moe_ep.rank_group": 2,
     "vllm_moe_ep_kernels": 2,
     "vllm_moe_ep.deepgemm": 2,
     "vllm_moe_ep.layers": 3,
     "vllm_moe_ep.adapters": 4,
     "vllm_moe_ep.cli": 4,
     "vllm_moe_ep.demo": 4,
+    "vllm_moe_ep.plan": 4,
     "vllm_moe_ep.make_model": 4,
 }
 # The package's own module holds names that all levels use, and imports the adapters on demand.

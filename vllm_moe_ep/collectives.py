@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Newer torch renames these two and warns about the old names; older torch has only the old.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from vllm_moe_ep.device_groups import DeviceGroups
+from vllm_moe_ep.rank_group import RankGroup
 
 
 class Collectives(Protocol):
@@ -79,6 +78,7 @@ class TorchDistributed:
         use_reduce_scatter: False sums with an all-reduce and keeps this rank's rows. None picks
             that on gloo: older gloo has no reduce-scatter, and the one in torch 2.13 measured
             slower than its all-reduce at every size tried (2 and 4 ranks, 8 KiB to 16 MiB).
+        device_groups: parts of the replica group, for an all-reduce in two steps; None: in one.
     """
 
     def __init__(
@@ -86,11 +86,19 @@ class TorchDistributed:
         token_group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
         use_reduce_scatter: bool | None = None,
+        device_groups: DeviceGroups | None = None,
     ) -> None:
-        self.token_group = token_group
-        self.replica_group = replica_group
-        self.token_size, self.token_rank = _size_and_rank(token_group)
-        self.replica_size, self.replica_rank = _size_and_rank(replica_group)
+        self._token = RankGroup(token_group, "token")
+        self._replica = RankGroup(replica_group, "replica")
+        self.token_size, self.token_rank = self._token.size, self._token.rank
+        self.replica_size, self.replica_rank = self._replica.size, self._replica.rank
+        self._token_rank = torch.tensor(self.token_rank)
+        self._sums = [("all_reduce", self._replica)]
+        if device_groups is not None:
+            self._sums = [
+                ("all_reduce_within_devices", RankGroup(device_groups.within, "within")),
+                ("all_reduce_across_devices", RankGroup(device_groups.across, "across")),
+            ]
         if use_reduce_scatter is None:
             use_reduce_scatter = self.token_size > 1 and dist.get_backend(token_group) != "gloo"
         self.use_reduce_scatter = use_reduce_scatter
@@ -105,43 +113,33 @@ class TorchDistributed:
         if self.token_size == 1:
             return rows
         self._count("all_gather")
-        gathered = rows.new_empty((self.token_size * rows.shape[0], rows.shape[1]))
-        _all_gather(gathered, rows.contiguous(), group=self.token_group)
-        return gathered
+        return self._token.all_gather(rows.contiguous())
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         if self.token_size == 1:
             return rows
         self._count("reduce_scatter")
         num_rows = rows.shape[0] // self.token_size
-        rows = rows.contiguous()
-        if not self.use_reduce_scatter:
-            dist.all_reduce(rows, group=self.token_group)
-            return rows.narrow(0, self.token_rank * num_rows, num_rows)
-        scattered = rows.new_empty((num_rows, rows.shape[1]))
-        _reduce_scatter(scattered, rows, group=self.token_group)
-        return scattered
+        if self.use_reduce_scatter:
+            return self._token.reduce_scatter(rows.contiguous())
+        summed = self._token.all_reduce(rows.contiguous(), "sum")
+        if torch.compiler.is_compiling():
+            # The rank as a tensor, so that all ranks trace one graph.
+            own = torch.arange(num_rows, device=rows.device)
+            return summed.index_select(0, own + self._token_rank.to(rows.device) * num_rows)
+        return summed.narrow(0, self.token_rank * num_rows, num_rows)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         if self.replica_size == 1:
             return values
-        self._count("all_reduce")
-        values = values.contiguous()
-        dist.all_reduce(values, group=self.replica_group)
+        for name, ranks in self._sums:
+            self._count(name)
+            values = ranks.all_reduce(values.contiguous(), "sum")
         return values
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
-        for group, size in (
-            (self.token_group, self.token_size),
-            (self.replica_group, self.replica_size),
-        ):
-            if size > 1:
+        for ranks in (self._token, self._replica):
+            if ranks.size > 1:
                 self._count("all_reduce_max")
-                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+                values = ranks.all_reduce(values, "max")
         return values
-
-
-def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    if group is None:
-        return 1, 0
-    return dist.get_world_size(group), dist.get_rank(group)

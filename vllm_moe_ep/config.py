@@ -84,9 +84,11 @@ class EPConfig:
         gather: "bytes" packs any dtype as bytes; "fp32" packs one fp32 tensor, for compilers
             that mishandle dtype bitcasts.
         max_gated_rows: "auto" in a graph gates the experts up to this many rows.
-        expert_capacity: routed rows per expert of the "grouped" strategy; 0: never grouped by
-            "auto". A step with no more rows than this runs dense instead.
+        expert_capacity: routed rows per expert of the "grouped" strategy; 0: as many as
+            ``automatic_capacity`` finds fit for the step. A step with no more rows than this runs
+            dense instead.
         forced_gate: None in use. 0 or 1 overrides every gate, for timing: results are wrong.
+        shared_slices: whether a rank computes a slice of the shared expert instead of all of it.
 
     Raises:
         SettingsError: a field has a value it cannot have.
@@ -98,6 +100,7 @@ class EPConfig:
     max_gated_rows: int = 16
     expert_capacity: int = 0
     forced_gate: int | None = None
+    shared_slices: bool = True
 
     def __post_init__(self) -> None:
         _require_choice("EPConfig", "experts", self.experts, EXPERT_STRATEGIES)
@@ -113,11 +116,18 @@ class EPConfig:
                 "EPConfig.experts 'ragged' has shapes that depend on data and needs host_mode; "
                 "in a graph choose auto, dense, gated or grouped."
             )
-        if self.experts == "grouped" and self.expert_capacity == 0:
-            raise SettingsError(
-                "EPConfig.experts 'grouped' needs an expert_capacity of at least 1, found 0."
-            )
         if self.forced_gate not in (None, 0, 1):
             raise SettingsError(
                 f"EPConfig.forced_gate must be None, 0 or 1, found {self.forced_gate!r}."
             )
+        if self.forced_gate is not None and not self.may_gate:
+            raise SettingsError(
+                f"EPConfig.forced_gate is {self.forced_gate}, but no expert is gated with experts "
+                f"{self.experts!r}{' in host_mode' if self.host_mode else ''}; choose gated."
+            )
+
+    @property
+    def may_gate(self) -> bool:
+        """Whether some step gates its experts."""
+        is_automatic = self.experts == "auto" and not self.host_mode and self.max_gated_rows > 0
+        return self.experts == "gated" or is_automatic

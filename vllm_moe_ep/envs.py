@@ -109,7 +109,8 @@ VARIABLES: tuple[Variable, ...] = (
         "auto",
         "How local experts are computed. dense: every expert on all rows; gated: experts without "
         "a routed row are skipped; grouped: each expert on a fixed number of rows, dense when one "
-        "has more; ragged: each expert on exactly its routed rows (CPU only); auto: ragged on CPU.",
+        "has more; ragged: each expert on exactly its routed rows (CPU only); auto: ragged on CPU, "
+        "elsewhere gated for few rows, grouped for many where that at least halves the products.",
         choices=("auto", "dense", "gated", "grouped", "ragged"),
     ),
     Variable(
@@ -120,10 +121,26 @@ VARIABLES: tuple[Variable, ...] = (
         minimum=0,
     ),
     Variable(
+        "forced_gate",
+        str,
+        "off",
+        "For timing only: 0 skips every gated expert, 1 computes every one, whatever was routed. "
+        "With 0 results are wrong; the log says so at start.",
+        choices=("off", "0", "1"),
+    ),
+    Variable(
+        "shared_slices",
+        bool,
+        True,
+        "Where the layer computes the shared expert, each rank takes 128 of its columns. vLLM's "
+        "own shared expert, which CPU serving uses, is split over tensor-parallel ranks anyway.",
+    ),
+    Variable(
         "expert_capacity",
         int,
         0,
-        "Rows per expert of the grouped way; 0: auto never groups.",
+        "Rows per expert of the grouped way, for steps with more rows than that; 0: four times an "
+        "even share of the step's routed rows.",
         minimum=0,
     ),
     Variable(
@@ -150,6 +167,20 @@ VARIABLES: tuple[Variable, ...] = (
         "auto: the one that is faster at a step's size.",
         choices=("auto", "engine", "deepgemm"),
     ),
+    Variable(
+        "hierarchical_all_reduce",
+        bool,
+        True,
+        "Sum over tensor-parallel ranks inside each device first, then across devices; only where "
+        "these ranks are all ranks and fill more than one device.",
+    ),
+    Variable(
+        "device_size",
+        int,
+        0,
+        "Ranks that share a device, for the sum above; 0: 4 on neuron, 1 elsewhere.",
+        minimum=0,
+    ),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -163,10 +194,14 @@ class Settings:
     allow_stock: bool
     experts: str
     gated_max_rows: int
+    forced_gate: str
+    shared_slices: bool
     expert_capacity: int
     gather: str
     min_capacity: int
     cuda_path: str
+    hierarchical_all_reduce: bool
+    device_size: int
 
 
 def load_settings(
@@ -205,10 +240,10 @@ def load_settings(
 
 
 def _refuse_contradictions(settings: Settings) -> None:
-    if settings.experts == "grouped" and settings.expert_capacity == 0:
+    if settings.forced_gate != "off" and settings.experts not in ("auto", "gated"):
         raise SettingsError(
-            f"{PREFIX}EXPERTS=grouped (or {OVERRIDE_KEY}.experts) needs {PREFIX}EXPERT_CAPACITY "
-            f"(or {OVERRIDE_KEY}.expert_capacity) of at least 1, found 0."
+            f"{PREFIX}FORCED_GATE={settings.forced_gate} (or {OVERRIDE_KEY}.forced_gate) acts on "
+            f"gated experts, found {PREFIX}EXPERTS={settings.experts}: use gated."
         )
     if settings.experts == "ragged" and settings.platform in ("cuda", "neuron"):
         raise SettingsError(

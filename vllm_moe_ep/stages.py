@@ -15,11 +15,14 @@ class RoutedTokens:
             [0, num_experts) selects no expert.
         topk_weights: [rows, top_k], any float dtype; unspecified (NaN included) at ids that
             select no expert.
+        is_cast: whether hidden_states hold, in fp32, what is left of them after the cast that
+            the expert weights ask for.
     """
 
     hidden_states: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
+    is_cast: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from tests.adapters.conftest import MIXTRAL, MakeConfig
-from vllm_moe_ep.adapters.vllm.engine_config import is_chosen, settings_of
+from vllm_moe_ep.adapters.vllm.engine_config import ep_config_of, is_chosen, settings_of
+from vllm_moe_ep.envs import load_settings
 from vllm_moe_ep.errors import SettingsError, UnsupportedError
 
 OURS = {"moe_backend": "static-ep"}
@@ -92,3 +93,16 @@ def test_additional_config_is_validated_at_start(make_config: MakeConfig) -> Non
 def test_settings_are_not_read_when_another_backend_is_chosen(make_config: MakeConfig) -> None:
     config = make_config(additional_config={"moe_ep": {"nonsense": 1}})
     assert not is_chosen(config)
+
+
+def test_layer_settings_reach_the_layer(make_config: MakeConfig) -> None:
+    options = {"experts": "gated", "forced_gate": "1", "shared_slices": False}
+    config = make_config(**OURS, additional_config={"moe_ep": options})
+    ep_config = ep_config_of(settings_of(config))
+    assert (ep_config.forced_gate, ep_config.shared_slices) == (1, False)
+    assert ep_config_of(load_settings({}, environ={})).forced_gate is None
+
+
+def test_a_gate_cannot_be_forced_where_no_expert_is_gated(make_config: MakeConfig) -> None:
+    with pytest.raises(SettingsError, match="no expert is gated"):
+        make_config(**OURS, additional_config={"moe_ep": {"forced_gate": "0"}})

@@ -1,11 +1,12 @@
 """Quantised experts and shared-expert slices in real gloo processes, against the oracle."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import quant_oracle
 import torch
-from layer_factory import config_of
+from layer_factory import STRATEGIES, config_of
 from oracle import rel_l2, shared_expert
 from process_pool import ProcessPool, Worker
 from quantised_factory import (
@@ -21,6 +22,7 @@ from quantised_factory import (
 from torch import Tensor
 
 from vllm_moe_ep.collectives import TorchDistributed
+from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.layers.shared_expert import SharedExpert, slice_shared_expert
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 from vllm_moe_ep.placement import ExpertPlacement
@@ -102,3 +104,47 @@ def test_routed_and_shared_experts(
         assert output.dtype == torch.bfloat16
         own = expected.split(8)[rank // layout[1]]
         assert rel_l2(output, own) <= fmt.output_limit
+
+
+def uneven_step(
+    worker: Worker,
+    layout: Layout,
+    fixture: QuantisedFixture,
+    activation: QuantFormat,
+    counts: list[int],
+    options: dict[str, Any],
+) -> tuple[Tensor, dict[str, int]]:
+    groups = worker.layouts[layout]
+    ours = TorchDistributed(groups.token_group, groups.replica_group)
+    ep_rank = ours.token_rank * ours.replica_size + ours.replica_rank
+    local = ExpertPlacement.linear(16, layout[0] * layout[1]).local(ep_rank)
+    linears = experts_of(fixture, list(local.global_ids), activation)
+    floats = fixture.floats
+    layer = StaticEPLayer(config_of(floats), local, linears, ours, EPConfig(**options))
+    own = slice(sum(counts[: ours.token_rank]), sum(counts[: ours.token_rank + 1]))
+    rows = floats.hidden_states[own], floats.topk_ids[own], floats.topk_weights[own]
+    return layer(*rows, capacity=max(counts)), dict(ours.counts)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("layout", [(3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("activation", [FP8_1X128, FP8_1X32_UE8M0], ids=lambda fmt: fmt.name)
+def test_rows_sent_in_fp8(
+    processes: ProcessPool, layout: Layout, strategy: str, activation: QuantFormat
+) -> None:
+    """One all-gather, whatever is sent; ranks with less than the capacity or nothing; the same
+    bits as of rows that are cast only after the gather."""
+    counts = [5, 0, 7][: layout[0]]
+    fixture = make_quantised(FP8_128X128, sum(counts), hidden_size=64, moe_intermediate_size=32)
+    fixture.floats.topk_ids[0] = -1
+    num_ranks, steps = layout[0] * layout[1], []
+    for gather in ("bytes", "fp32"):
+        options = {"experts": strategy, "expert_capacity": 13, "gather": gather}
+        steps.append(
+            processes.run(uneven_step, num_ranks, layout, fixture, activation, counts, options)
+        )
+    expected = fixture.floats.routed(cast=cast_of(activation)).split(counts)
+    for rank, ((output, entered), (late, _)) in enumerate(zip(*steps, strict=True)):
+        assert rel_l2(output, expected[rank // layout[1]]) <= FP8_128X128.output_limit
+        assert torch.equal(output, late)
+        assert entered["all_gather"] == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_factory import STRATEGIES, layer_of
+from layer_factory import STRATEGIES, config_of, layer_of, linears_of
 from oracle import Fixture, assert_close, make_fixture, shared_expert
 from process_pool import ProcessPool, Worker
 from torch import Tensor
@@ -19,6 +19,7 @@ from vllm_moe_ep.collectives import TorchDistributed
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.layers.shared_expert import SharedExpert, slice_shared_expert
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.placement import ExpertPlacement
 
 Layout = tuple[int, int]
 LAYOUTS: list[Layout] = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (4, 1), (2, 2)]
@@ -259,6 +260,49 @@ def test_sequence_of_idle_and_busy_ranks(
             own = _by_token_rank(expected[: sum(counts)], counts)[token_rank]
             assert_close(output, own, torch.float32)
         assert counters == [dict(_counts_of_a_step(layout, False)[0])] * (repeats * len(sequence))
+
+
+def placed_step(worker: Worker, fixture: Fixture, placement: ExpertPlacement) -> Tensor:
+    """Two token ranks with two replicas each."""
+    groups = worker.layouts[2, 2]
+    ours = TorchDistributed(groups.token_group, groups.replica_group)
+    local = placement.local(worker.rank)
+    linears = linears_of(fixture, local)
+    layer = StaticEPLayer(config_of(fixture), local, linears, ours)
+    return layer(*_own_rows(fixture, [5, 5], ours.token_rank), capacity=8)
+
+
+@pytest.mark.parametrize("num_experts", [16, 30, 3])
+def test_round_robin_placement(processes: ProcessPool, num_experts: int) -> None:
+    fixture = _small(10, num_experts=num_experts)
+    placement = ExpertPlacement.round_robin(num_experts, 4)
+    results = processes.run(placed_step, 4, fixture, placement)
+    for rank, output in enumerate(results):
+        assert_close(output, fixture.routed().split(5)[rank // 2], torch.float32)
+
+
+def test_redundant_experts(processes: ProcessPool) -> None:
+    """A load balancer's physical experts: some experts twice, on different ranks, and each routed
+    pair sent to one of the two. To the layer these are 20 experts."""
+    logical = _small(10)
+    logical_of = torch.cat([torch.arange(16), torch.tensor([3, 3, 9, 14])])
+    moved = torch.randperm(20)
+    logical_of = logical_of[moved]
+    ids = torch.empty_like(logical.topk_ids)
+    for row, row_ids in enumerate(logical.topk_ids.tolist()):
+        for slot, expert in enumerate(row_ids):
+            copies = (logical_of == expert).nonzero().flatten()
+            ids[row, slot] = copies[row % len(copies)]
+    assert len(set(ids.flatten().tolist())) > len(set(logical.topk_ids.flatten().tolist()))
+    physical = replace(
+        logical,
+        topk_ids=ids,
+        w13_weight=logical.w13_weight[logical_of],
+        w2_weight=logical.w2_weight[logical_of],
+    )
+    results = processes.run(placed_step, 4, physical, ExpertPlacement.linear(20, 4))
+    for rank, output in enumerate(results):
+        assert_close(output, logical.routed().split(5)[rank // 2], torch.float32)
 
 
 def with_shared(

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.expert_weights import FloatExperts
-from vllm_moe_ep.layers.experts import choose_strategy, run_experts
+from vllm_moe_ep.layers.experts import automatic_capacity, choose_strategy, run_experts
 from vllm_moe_ep.placement import LocalExperts
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -234,6 +234,11 @@ def test_inputs_are_left_alone(strategy: str) -> None:
         (EPConfig(host_mode=False, expert_capacity=32), 33, "grouped"),
         (EPConfig(host_mode=False, expert_capacity=32), 32, "dense"),
         (EPConfig(host_mode=False, expert_capacity=8), 16, "gated"),
+        (EPConfig(host_mode=False), 112, "dense"),
+        (EPConfig(host_mode=False), 128, "grouped"),
+        (EPConfig(host_mode=False, experts="dense"), 128, "dense"),
+        (EPConfig(experts="grouped"), 16, "dense"),
+        (EPConfig(experts="grouped"), 17, "grouped"),
         (EPConfig(experts="grouped", expert_capacity=8), 9, "grouped"),
         (EPConfig(experts="grouped", expert_capacity=8), 8, "dense"),
         (EPConfig(experts="dense"), 4, "dense"),
@@ -241,7 +246,29 @@ def test_inputs_are_left_alone(strategy: str) -> None:
     ],
 )
 def test_choice(config: EPConfig, num_rows: int, expected: str) -> None:
-    assert choose_strategy(config, num_rows) == expected
+    """With 2 of 16 experts a row, four even shares are half of the rows, in steps of 16."""
+    assert choose_strategy(config, num_rows, top_k=2, num_experts=16) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "top_k", "num_experts", "capacity"),
+    [(64 * 128, 6, 384, 512), (1, 1, 256, 16), (0, 8, 64, 0), (100, 8, 256, 16), (100, 9, 256, 16)],
+)
+def test_automatic_capacity(num_rows: int, top_k: int, num_experts: int, capacity: int) -> None:
+    assert automatic_capacity(num_rows, top_k, num_experts) == capacity
+    assert capacity >= 4 * num_rows * top_k / num_experts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_by_itself_for_a_prompt_chunk(dtype: torch.dtype) -> None:
+    fixture = make_fixture(
+        dtype, 200, hidden_size=16, moe_intermediate_size=8, num_experts=64, top_k=2
+    )
+    ep_config = EPConfig(host_mode=False)
+    assert choose_strategy(ep_config, 200, top_k=2, num_experts=64) == "grouped"
+    output = run_experts("grouped", tokens_of(fixture), shard_of(fixture), ep_config)
+    assert output.overflow is not None and output.overflow.tolist() == [0]
+    assert_close(output.values, fixture.routed(), dtype)
 
 
 def _small_fixture(num_tokens: int = 12, dtype: torch.dtype = torch.float32) -> Fixture:

@@ -1,9 +1,11 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from layer_factory import shard_of, tokens_of
 from oracle import assert_close, make_fixture
 
-from vllm_moe_ep.layers.grouped import grouped_experts
+from vllm_moe_ep.layers.grouped import _row_table, grouped_experts
 
 
 def _fixture_with_counts(most: int):  # type: ignore[no-untyped-def]
@@ -33,3 +35,23 @@ def test_rows_in_time_are_right_and_the_others_zero() -> None:
     expected[late] = 0
     assert_close(output.values, expected, torch.float32)
     assert torch.equal(output.values[late], torch.zeros(4, 16))
+
+
+@given(routed=st.lists(st.booleans(), max_size=40), expert_capacity=st.integers(1, 45))
+def test_row_table(routed: list[bool], expert_capacity: int) -> None:
+    """The first routed rows in order, then the spare row, whatever else was routed."""
+    rows = [row for row, is_routed in enumerate(routed) if is_routed][:expert_capacity]
+    expected = rows + [len(routed)] * (expert_capacity - len(rows))
+    assert _row_table(torch.tensor(routed, dtype=torch.bool), expert_capacity).tolist() == expected
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_unused_table_entries_add_nothing(poison: float) -> None:
+    """They compute zeros of the spare row, and rows that came too late stay out altogether."""
+    fixture = _fixture_with_counts(9)
+    late = torch.nonzero(fixture.topk_ids[:, 0] == 3)[5:, 0]
+    expected = fixture.routed()
+    fixture.hidden_states[late] = poison
+    output = grouped_experts(tokens_of(fixture), shard_of(fixture), 5)
+    expected[late] = 0
+    assert_close(output.values, expected, torch.float32)

@@ -15,7 +15,12 @@ from quantised_factory import (
 )
 from torch import Tensor
 
-from vllm_moe_ep.layers.shared_expert import SharedExpert, slice_shared_expert, why_not_sliced
+from vllm_moe_ep.layers.shared_expert import (
+    SharedExpert,
+    refresh_slice,
+    slice_shared_expert,
+    why_not_sliced,
+)
 from vllm_moe_ep.quant.formats import FORMATS, FP8_128X128, QuantFormat
 from vllm_moe_ep.quant.weight import Quantised
 
@@ -148,3 +153,46 @@ def test_all_ranks_hold_quantised_slices_of_one_shape(fmt: QuantFormat) -> None:
 def test_a_cast_without_quantised_weights_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shared expert's are torch\.bfloat16"):
         SharedExpert(*_weights(128, torch.bfloat16), activation=FORMATS["fp8_1x128"])
+
+
+def test_new_weights_reach_the_slices_in_place() -> None:
+    w13, w2 = _weights(256, torch.bfloat16)
+    whole = SharedExpert(w13, w2)
+    parts = [slice_shared_expert(whole, 3, rank) for rank in range(3)]
+    held = [(part.w13_weight, part.w2_weight) for part in parts]
+    hidden_states = torch.randn(5, 64).bfloat16()
+    w13.copy_(torch.randn_like(w13) / 8)
+    w2.copy_(torch.randn_like(w2) / 16)
+    for rank, part in enumerate(parts):
+        refresh_slice(part, whole, 3, rank)
+        assert part.w13_weight is held[rank][0] and part.w2_weight is held[rank][1]
+    outputs = [part(hidden_states).float() for part in parts]
+    expected = shared_expert(hidden_states, w13, w2)
+    assert_close(sum(outputs, torch.zeros(5, 64)), expected, torch.bfloat16)
+    assert torch.equal(outputs[2], torch.zeros(5, 64))
+
+
+@each_format
+def test_new_quantised_weights_reach_the_slices_in_place(fmt: QuantFormat) -> None:
+    old, _, _ = _quantised(fmt, 256)
+    new, w13, w2 = _quantised(fmt, 256)
+    hidden_states = torch.randn(5, 64).bfloat16()
+    outputs = []
+    for rank in range(3):
+        part = slice_shared_expert(old, 3, rank)
+        held = part.w13_weight.values.data_ptr()
+        refresh_slice(part, new, 3, rank)
+        assert part.w13_weight.values.data_ptr() == held
+        outputs.append(part(hidden_states).float())
+    expected = shared_expert(hidden_states, w13, w2)
+    assert rel_l2(sum(outputs, torch.zeros(5, 64)), expected) <= fmt.output_limit
+
+
+def test_a_whole_shared_expert_needs_no_refresh_and_formats_must_agree() -> None:
+    whole = SharedExpert(*_weights(256, torch.bfloat16))
+    before = whole.w13_weight.clone()
+    refresh_slice(whole, SharedExpert(*_weights(256, torch.bfloat16)), 2, 0)
+    assert torch.equal(whole.w13_weight, before)
+    part = slice_shared_expert(whole, 2, 0)
+    with pytest.raises(ValueError, match="float weights cannot take quantised ones"):
+        refresh_slice(part, _quantised(FP8_128X128, 256)[0], 2, 0)

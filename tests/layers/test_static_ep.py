@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.errors import UnsupportedError
+from vllm_moe_ep.layers import static_ep
 from vllm_moe_ep.layers.expert_weights import FloatExperts
 from vllm_moe_ep.layers.shared_expert import SharedExpert
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
@@ -193,10 +194,15 @@ def test_refused_weights() -> None:
 
 @pytest.mark.parametrize("forced_gate", [0, 1])
 def test_forced_gate_warns(forced_gate: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, however many layers there are."""
     fixture = _small(4)
+    static_ep._warn_of_forced_gate.cache_clear()
     with caplog.at_level(logging.WARNING):
+        layer_of(fixture, EPConfig(experts="gated", forced_gate=forced_gate))
         layer = layer_of(fixture, EPConfig(experts="gated", forced_gate=forced_gate))
-    assert f"forced to {forced_gate}" in caplog.text and "results are wrong" in caplog.text
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert f"forced to {forced_gate}" in said and "results are wrong" in said
     actual = _partial(layer, fixture)
     if forced_gate:
         assert_close(actual, fixture.routed(), torch.float32)
@@ -207,3 +213,49 @@ def test_forced_gate_warns(forced_gate: int, caplog: pytest.LogCaptureFixture) -
 def test_nothing_is_logged_without_a_forced_gate(caplog: pytest.LogCaptureFixture) -> None:
     layer_of(_small(4), EPConfig(experts="gated"))
     assert not caplog.records
+
+
+class Replicas(SingleProcess):
+    """One of several ranks that hold the same tokens."""
+
+    def __init__(self, replica_size: int, replica_rank: int) -> None:
+        super().__init__()
+        self.replica_size, self.replica_rank = replica_size, replica_rank
+
+
+@pytest.mark.parametrize(
+    ("width", "replica_size", "is_enabled", "reason"),
+    [
+        (256, 4, True, None),
+        (256, 4, False, "switched off"),
+        (192, 4, True, "width 192 is not a multiple of 128"),
+        (256, 1, True, "there is one rank"),
+        (512, 2, True, "more than the 2 ranks"),
+    ],
+)
+def test_shared_expert_is_sliced_or_the_log_says_why_not(
+    width: int,
+    replica_size: int,
+    is_enabled: bool,
+    reason: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fixture = _small(4)
+    whole = SharedExpert(torch.randn(2 * width, 16), torch.randn(16, width))
+    static_ep._log_whole_shared_expert.cache_clear()
+    parts = []
+    with caplog.at_level(logging.INFO):
+        for rank in range(replica_size):
+            ep_config = EPConfig(shared_slices=is_enabled)
+            layer = layer_of(fixture, ep_config, Replicas(replica_size, rank))
+            parts.append(layer.prepare_shared(whole))
+    assert all(part.is_partial == (reason is None) for part in parts)
+    if reason is None:
+        outputs = [part(fixture.hidden_states) for part in parts]
+        expected = shared_expert(fixture.hidden_states, whole.w13_weight, whole.w2_weight)
+        assert_close(sum(outputs, torch.zeros(4, 16)), expected, torch.float32)
+        assert not caplog.records
+    else:
+        assert all(part is whole for part in parts)
+        (record,) = caplog.records
+        assert reason in record.getMessage()

@@ -1,6 +1,7 @@
 """The static strategies trace as one graph; the graph is the same on every rank."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ from torch.fx.experimental import _config as symbolic_shapes_config
 
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
+from vllm_moe_ep.layers.regions import (
+    AFTER_COMBINE,
+    BEFORE_COMBINE,
+    BEFORE_EXPERTS,
+    no_split,
+)
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 from vllm_moe_ep.placement import LocalExperts
 
@@ -72,6 +79,63 @@ def test_compiled_code_equals_eager(strategy: str, backend: str) -> None:
     arguments = (fixture.hidden_states, fixture.topk_ids, fixture.topk_weights)
     actual, expected = compiled(*arguments), eager(*arguments)
     assert rel_l2(actual, expected) <= REL_L2_LIMIT[torch.bfloat16]
+
+
+@pytest.mark.parametrize("strategy", STATIC)
+def test_steps_of_one_capacity_do_not_recompile(strategy: str) -> None:
+    """Padded to the capacity, with the real rows marked: one shape, whatever was routed."""
+    fixture = _fixture(8)
+    layer = layer_of(fixture, _config(strategy))
+
+    def step(rows: Tensor, ids: Tensor, weights: Tensor, valid: Tensor) -> Tensor:
+        return layer.step(rows, ids, weights, capacity=8, valid=valid).hidden_states
+
+    counter = CompileCounter()
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend=counter)
+    for num_tokens in (8, 0, 1, 5):
+        weights = {"w13_weight": fixture.w13_weight, "w2_weight": fixture.w2_weight}
+        fresh = replace(_fixture(8), **weights)
+        if num_tokens == 5:
+            fresh.topk_ids[:] = 2
+        valid = torch.arange(8) < num_tokens
+        actual = compiled(fresh.hidden_states, fresh.topk_ids, fresh.topk_weights, valid)
+        assert torch.equal(actual[num_tokens:], torch.zeros(8 - num_tokens, 32))
+        if strategy != "grouped":
+            error = rel_l2(actual[:num_tokens], fresh.routed()[:num_tokens])
+            assert error <= REL_L2_LIMIT[torch.bfloat16]
+    assert counter.frame_count == 1
+
+
+def _record_graphs(graphs: list[str]) -> Callable[..., object]:
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> object:
+        graphs.append(graph.code)
+        return graph.forward
+
+    return backend
+
+
+def test_a_step_splits_at_its_boundaries_only() -> None:
+    """The experts' products are alone in their region; unsplit, the step is one graph."""
+    fixture = _fixture(8)
+    arguments = (fixture.hidden_states, fixture.topk_ids, fixture.topk_weights)
+    names: list[str] = []
+
+    def split(name: str) -> None:
+        names.append(name)
+        torch._dynamo.graph_break()
+
+    layer = layer_of(fixture, _config("gated"))
+    for boundary, num_regions in ((no_split, 1), (split, 4)):
+        torch._dynamo.reset()
+        layer.boundary = boundary
+        graphs: list[str] = []
+        compiled = torch.compile(_step_of(layer), dynamic=False, backend=_record_graphs(graphs))
+        with torch._dynamo.config.patch(nested_graph_breaks=True):
+            actual = compiled(*arguments)
+        assert rel_l2(actual, fixture.routed() + 0.5 * fixture.hidden_states.double()) <= 1e-2
+        assert len(graphs) == num_regions, "\n".join(graphs)
+        assert sum("gated_linear" in graph for graph in graphs) == 1
+    assert names == [BEFORE_EXPERTS, BEFORE_COMBINE, AFTER_COMBINE]
 
 
 class _Module(torch.nn.Module):

@@ -23,6 +23,11 @@ COMMANDS = (
     Command("env", "vllm_moe_ep.cli.env", "print every setting with the value in force"),
     Command("doctor", "vllm_moe_ep.cli.doctor", "print what static-ep would run on here, and why"),
     Command(
+        "plan",
+        "vllm_moe_ep.plan.cli",
+        "estimate memory, weight traffic and collective latency of a model on given ranks",
+    ),
+    Command(
         "make-model",
         "vllm_moe_ep.make_model.cli",
         "write a small trained DeepSeek-V3 model for demos and tests",

@@ -27,7 +27,7 @@ def gated_experts(
 def _all_slots(
     tokens: RoutedTokens, shard: ExpertShard, gated: bool, forced_gate: int | None
 ) -> ExpertOutput:
-    rows = tokens.hidden_states.to(shard.linears.activation_dtype)
+    rows = shard.rows(tokens)
     topk_ids = normalise_topk_ids(tokens.topk_ids, shard.num_experts)
     topk_weights = tokens.topk_weights.to(torch.float32)
     total = torch.zeros_like(rows, dtype=torch.float32)

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_moe_ep.layers.expert_weights import ExpertLinears, FusedExperts
+from vllm_moe_ep.layers.expert_weights import CastingExperts, ExpertLinears, FusedExperts
 from vllm_moe_ep.placement import NO_EXPERT, LocalExperts
+from vllm_moe_ep.quant.cast import quantise_dequantise
+from vllm_moe_ep.quant.formats import QuantFormat
+from vllm_moe_ep.stages import RoutedTokens
 from vllm_moe_ep_kernels.host.swiglu import swiglu
 
 # Equal to no normalised id: those are -1 or a global id.
@@ -37,6 +40,7 @@ class ExpertShard:
 
     Attributes:
         fused: the weights again, where they compute whole experts in one call.
+        activation: format that rows are cast to before the first product, or None.
         slot_ids: int32 [num_slots], the global id of each slot. A tensor, so that ranks with
             different ids trace the same graph.
 
@@ -58,6 +62,10 @@ class ExpertShard:
             )
         self.linears = linears
         self.fused = linears if isinstance(linears, FusedExperts) else None
+        # A grouped kernel takes rows as they are.
+        self.activation: QuantFormat | None = None
+        if isinstance(linears, CastingExperts) and self.fused is None:
+            self.activation = linears.activation
         self.swiglu_limit = swiglu_limit
         self.num_experts = placement.num_experts
         self.holds_all_experts = placement.num_local_experts == placement.num_experts
@@ -81,10 +89,17 @@ class ExpertShard:
         hits = topk_ids == self.slot_ids[slot]
         return SlotRouting(hits.any(dim=1), torch.where(hits, topk_weights, 0.0).sum(dim=1))
 
+    def rows(self, tokens: RoutedTokens) -> Tensor:
+        """[rows, hidden_size] in the activation dtype, cast once for all experts."""
+        hidden_states = tokens.hidden_states
+        if self.activation is not None and not tokens.is_cast:
+            hidden_states = quantise_dequantise(hidden_states, self.activation)
+        return hidden_states.to(self.linears.activation_dtype)
+
     def compute(
         self, slot: int, rows: Tensor, row_weight: Tensor, flag: Tensor | None = None
     ) -> Tensor:
-        """One expert on all ``rows`` ([rows, hidden_size], activation dtype), times fp32
+        """One expert on all ``rows`` ([rows, hidden_size], see ``rows``), times fp32
         ``row_weight`` [rows] -> [rows, hidden_size], bf16 or fp32."""
         gate_up = self.linears.gate_up(slot, rows, flag)
         return self.linears.down(slot, self.activate(gate_up, row_weight), flag)

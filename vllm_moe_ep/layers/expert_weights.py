@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.layers.products import product
+from vllm_moe_ep.quant.formats import QuantFormat
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -60,6 +61,17 @@ class FusedExperts(Protocol):
             [rows, hidden_size] in hidden_dtype.
         """
         ...
+
+
+@runtime_checkable
+class CastingExperts(Protocol):
+    """Weights whose rows are cast to a format before ``gate_up``, once per step and outside it.
+
+    Attributes:
+        activation: that format, fp8 with scales per row and block; None: no cast.
+    """
+
+    activation: QuantFormat | None
 
 
 class FloatExperts:

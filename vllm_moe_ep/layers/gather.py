@@ -1,5 +1,7 @@
 """Gather the rows of all token ranks in one collective."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,6 +10,9 @@ from vllm_moe_ep.collectives import Collectives
 from vllm_moe_ep.config import EPConfig, MoEConfig
 from vllm_moe_ep.layers.routing import normalise_topk_ids
 from vllm_moe_ep.placement import NO_EXPERT
+from vllm_moe_ep.quant.cast import dequantise_rows, quantise_rows
+from vllm_moe_ep.quant.formats import QuantFormat
+from vllm_moe_ep.quant.weight import Quantised
 from vllm_moe_ep.stages import RoutedTokens
 
 # Each part's columns start on such a boundary, so that a typed view of them is aligned.
@@ -21,11 +26,16 @@ def gather_tokens(
     config: MoEConfig,
     ep_config: EPConfig,
     collectives: Collectives,
+    activation: QuantFormat | None = None,
 ) -> RoutedTokens:
     """[num_tokens] rows of each token rank -> [token_size * capacity] rows on every one.
 
     Padding rows select no expert; their activations and weights are unspecified and may be NaN.
     With a token group of one rank nothing is packed, gathered or padded.
+
+    Args:
+        activation: the fp8 format that the experts cast rows to, or None. The byte path then
+            sends rows in it, with their scales: fewer bytes and the same numbers.
     """
     if collectives.token_size == 1:
         return tokens
@@ -34,36 +44,51 @@ def gather_tokens(
     if ep_config.gather == "fp32":
         packed = _pack_fp32(tokens, capacity)
         return _unpack_fp32(collectives.all_gather(packed), tokens)
-    packed = _pack_bytes(tokens, capacity)
-    return _unpack_bytes(collectives.all_gather(packed), tokens)
+    if activation is None:
+        hidden, topk_ids, topk_weights = _gather_bytes(_parts(tokens), capacity, collectives)
+        return RoutedTokens(hidden, topk_ids, topk_weights)
+    rows = quantise_rows(tokens.hidden_states, activation)
+    parts = (rows.values, rows.scale, tokens.topk_ids, tokens.topk_weights)
+    values, scale, topk_ids, topk_weights = _gather_bytes(parts, capacity, collectives)
+    kept = dequantise_rows(Quantised(values, scale, rows.block_size))
+    return RoutedTokens(kept, topk_ids, topk_weights, is_cast=True)
 
 
-def _parts(tokens: RoutedTokens) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(tokens: RoutedTokens) -> tuple[Tensor, ...]:
     return tokens.hidden_states, tokens.topk_ids, tokens.topk_weights
+
+
+def row_bytes(part_bytes: Sequence[int]) -> int:
+    """Bytes of one packed row whose parts have these sizes."""
+    return sum(_aligned(num_bytes) for num_bytes in part_bytes)
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _pack_bytes(tokens: RoutedTokens, capacity: int) -> Tensor:
+def _gather_bytes(parts: Sequence[Tensor], capacity: int, collectives: Collectives) -> list[Tensor]:
+    """Each part, [num_tokens, columns] of any dtype, of all token ranks, in one collective."""
+    return _unpack_bytes(collectives.all_gather(_pack_bytes(parts, capacity)), parts)
+
+
+def _pack_bytes(parts: Sequence[Tensor], capacity: int) -> Tensor:
     """uint8 [capacity, width]; padding rows are all 0xFF: id -1 as int32, NaN as a float."""
-    width = sum(_aligned(_row_bytes(part)) for part in _parts(tokens))
-    device = tokens.hidden_states.device
-    packed = torch.full((capacity, width), _BYTE_PADDING, dtype=torch.uint8, device=device)
-    for span, part in zip(_parts(_unpack_bytes(packed, tokens)), _parts(tokens), strict=True):
+    width = row_bytes([_row_bytes(part) for part in parts])
+    packed = torch.full((capacity, width), _BYTE_PADDING, dtype=torch.uint8, device=parts[0].device)
+    for span, part in zip(_unpack_bytes(packed, parts), parts, strict=True):
         span[: part.shape[0]].copy_(part)
     return packed
 
 
-def _unpack_bytes(packed: Tensor, like: RoutedTokens) -> RoutedTokens:
+def _unpack_bytes(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Typed views of the spans, without a copy."""
     start = 0
     views = []
-    for part in _parts(like):
+    for part in like:
         views.append(packed.narrow(1, start, _row_bytes(part)).view(part.dtype))
         start += _aligned(_row_bytes(part))
-    return RoutedTokens(*views)
+    return views
 
 
 def _row_bytes(part: Tensor) -> int:

@@ -19,8 +19,7 @@ def grouped_experts(tokens: RoutedTokens, shard: ExpertShard, expert_capacity: i
     topk_ids = normalise_topk_ids(tokens.topk_ids, shard.num_experts)
     topk_weights = tokens.topk_weights.to(torch.float32)
     # Row num_rows is the spare: unused table entries read zeros there and add to it.
-    hidden_states = tokens.hidden_states.to(shard.linears.activation_dtype)
-    rows = F.pad(hidden_states, (0, 0, 0, 1))
+    rows = F.pad(shard.rows(tokens), (0, 0, 0, 1))
     total = torch.zeros_like(rows, dtype=torch.float32)
     overflow = torch.zeros(1, dtype=torch.int32, device=rows.device)
     for slot in range(shard.linears.num_slots):

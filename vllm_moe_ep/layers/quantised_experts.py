@@ -23,8 +23,9 @@ class QuantisedExperts:
     moe_intermediate_size is not a multiple of block_n.
 
     With ``activation`` None rows stay as they are, and a tile of the weights is dequantised to
-    their dtype: bf16 for bf16 hidden states, else fp32. With a format, each row is first cast to
-    it, block by block along the row, and everything is summed in fp32.
+    their dtype: bf16 for bf16 hidden states, else fp32. With a format, rows are cast to it before
+    each product, block by block along the row, and everything is summed in fp32. ``gate_up`` gets
+    its rows already cast (see ``CastingExperts``), ``down`` casts its own.
 
     Args:
         w13_weight: [num_slots, 2 * moe_intermediate_size, hidden_size] numbers, gate rows first.
@@ -69,14 +70,12 @@ class QuantisedExperts:
         return self._product(self.w13, slot, rows, flag)
 
     def down(self, slot: int, rows: Tensor, flag: Tensor | None = None) -> Tensor:
-        return self._product(self.w2, slot, rows, flag)
+        cast = rows if self.activation is None else quantise_dequantise(rows, self.activation)
+        return self._product(self.w2, slot, cast, flag)
 
     def _product(self, matrix: Quantised, slot: int, rows: Tensor, flag: Tensor | None) -> Tensor:
         values, scale = matrix.values[slot], matrix.scale[slot]
-        return block_product(self._cast(rows), values, scale, matrix.block_size, flag)
-
-    def _cast(self, rows: Tensor) -> Tensor:
-        return rows if self.activation is None else quantise_dequantise(rows, self.activation)
+        return block_product(rows, values, scale, matrix.block_size, flag)
 
 
 class BlockFp8Experts(QuantisedExperts):

@@ -18,7 +18,7 @@ def ragged_experts(tokens: RoutedTokens, shard: ExpertShard) -> ExpertOutput:
     """Compute each hit expert on its rows; no row meets an expert it is not routed to."""
     if shard.fused is not None:
         return ExpertOutput(fused_rows(tokens, shard, shard.fused))
-    rows = tokens.hidden_states.to(shard.linears.activation_dtype)
+    rows = shard.rows(tokens)
     if rows.shape[0] == 1:
         return ExpertOutput(_one_row(rows, tokens, shard))
     num_rows = rows.shape[0]

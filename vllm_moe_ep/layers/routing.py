@@ -8,6 +8,9 @@ from torch import Tensor
 from vllm_moe_ep.placement import NO_EXPERT
 from vllm_moe_ep.stages import RoutedTokens
 
+# Looked up, since Tensor.is_signed breaks a traced graph.
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def normalise_topk_ids(topk_ids: Tensor, num_experts: int) -> Tensor:
     """int32 ids in [-1, num_experts), whatever integer dtype and stride they came in.
@@ -23,7 +26,7 @@ def mask_padding(tokens: RoutedTokens, valid: Tensor) -> RoutedTokens:
     """Rows whose ``valid`` (bool [rows]) is False select no expert and weigh 0."""
     padding = ~valid[:, None]
     ids = tokens.topk_ids
-    if not ids.is_signed():
+    if ids.dtype not in _SIGNED:
         ids = ids.to(torch.int64)
     return replace(
         tokens,

@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm_moe_ep.layers.products import Matrix, product
 from vllm_moe_ep.quant.cast import quantise_dequantise
 from vllm_moe_ep.quant.formats import QuantFormat
+from vllm_moe_ep.quant.weight import Quantised
 from vllm_moe_ep_kernels.host.swiglu import swiglu
 
 SLICE_WIDTH = 128
@@ -81,8 +82,8 @@ def slice_shared_expert(
     """This rank's slice of SLICE_WIDTH intermediate columns, or ``whole``: see ``why_not_sliced``.
 
     Ranks past the last slice hold zeros of the same shape, with scales of 1 where quantised, so
-    that all ranks trace one graph. A slice may start inside a scale block. Its weights are copies,
-    to be made anew when those of ``whole`` change.
+    that all ranks trace one graph. A slice may start inside a scale block. Its weights are copies:
+    see ``refresh_slice``.
     """
     if why_not_sliced(whole.width, replica_size, is_enabled) is not None:
         return whole
@@ -92,6 +93,36 @@ def slice_shared_expert(
     if is_empty:
         w13_weight, w2_weight = _zeros_like(w13_weight), _zeros_like(w2_weight)
     return replace(whole, w13_weight=w13_weight, w2_weight=w2_weight, is_partial=True)
+
+
+def refresh_slice(
+    part: SharedExpert, whole: SharedExpert, replica_size: int, replica_rank: int
+) -> None:
+    """Bring the present weights of ``whole`` into its slice, in place: graphs hold the tensors.
+
+    Does nothing where ``part`` is no slice, since that holds the weights themselves.
+    """
+    if not part.is_partial:
+        return
+    fresh = slice_shared_expert(whole, replica_size, replica_rank)
+    _overwrite(part.w13_weight, fresh.w13_weight)
+    _overwrite(part.w2_weight, fresh.w2_weight)
+
+
+def _overwrite(old: Matrix, new: Matrix) -> None:
+    if isinstance(old, Quantised) and isinstance(new, Quantised):
+        old.values.copy_(new.values)
+        old.scale.copy_(new.scale)
+    elif isinstance(old, Tensor) and isinstance(new, Tensor):
+        old.copy_(new)
+    else:
+        raise ValueError(
+            f"A slice of {_kind(old)} weights cannot take {_kind(new)} ones: prepare it anew."
+        )
+
+
+def _kind(matrix: Matrix) -> str:
+    return "float" if isinstance(matrix, Tensor) else "quantised"
 
 
 def _cut(whole: SharedExpert, start: int) -> tuple[Matrix, Matrix]:

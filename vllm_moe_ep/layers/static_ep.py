@@ -8,6 +8,7 @@ every rank enters the same collectives, whether it has tokens or not.
 
 import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,13 +21,38 @@ from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.expert_weights import ExpertLinears
 from vllm_moe_ep.layers.experts import choose_strategy, run_experts
 from vllm_moe_ep.layers.gather import gather_tokens
+from vllm_moe_ep.layers.regions import (
+    AFTER_COMBINE,
+    BEFORE_COMBINE,
+    BEFORE_EXPERTS,
+    Boundary,
+    no_split,
+)
 from vllm_moe_ep.layers.routing import mask_padding
+from vllm_moe_ep.layers.shared_expert import (
+    SharedExpert,
+    slice_shared_expert,
+    why_not_sliced,
+)
 from vllm_moe_ep.placement import LocalExperts
 from vllm_moe_ep.stages import ExpertOutput, RoutedTokens, StepResult
 
 logger = logging.getLogger(__name__)
 
 SharedExperts = Tensor | Callable[[Tensor], Tensor]
+
+
+@cache
+def _warn_of_forced_gate(forced_gate: int) -> None:
+    """Once per process, not once per layer."""
+    logger.warning(
+        "Every expert gate is forced to %d: this is for timing, results are wrong.", forced_gate
+    )
+
+
+@cache
+def _log_whole_shared_expert(reason: str) -> None:
+    logger.info("Each rank computes the whole shared expert: %s.", reason)
 
 
 class StaticEPLayer:
@@ -40,6 +66,7 @@ class StaticEPLayer:
         linears: their weights, see ``expert_weights.py``.
         collectives: the groups of ranks; every rank builds its layers in the same order.
         ep_config: how to run; equal on every rank.
+        boundary: called between the regions of a step, see ``regions.py``.
 
     Raises:
         ValueError: config, placement and weights do not fit each other.
@@ -52,6 +79,7 @@ class StaticEPLayer:
         linears: ExpertLinears,
         collectives: Collectives,
         ep_config: EPConfig | None = None,
+        boundary: Boundary = no_split,
     ) -> None:
         if placement.num_experts != config.num_experts:
             raise ValueError(
@@ -61,12 +89,23 @@ class StaticEPLayer:
         self.config = config
         self.ep_config = ep_config or EPConfig()
         self.collectives = collectives
+        self.boundary = boundary
         self.shard = ExpertShard(placement, linears, config.swiglu_limit)
         if self.ep_config.forced_gate is not None:
-            logger.warning(
-                "Every expert gate is forced to %d: this is for timing, results are wrong.",
-                self.ep_config.forced_gate,
-            )
+            _warn_of_forced_gate(self.ep_config.forced_gate)
+
+    def prepare_shared(self, whole: SharedExpert) -> SharedExpert:
+        """This rank's part of the layer's shared experts, to be made once when weights are loaded.
+
+        A slice where ``why_not_sliced`` has no objection, and else ``whole``: the log says why.
+        ``refresh_slice`` brings later weights into it.
+        """
+        ours = self.collectives
+        reason = why_not_sliced(whole.width, ours.replica_size, self.ep_config.shared_slices)
+        if reason is not None:
+            _log_whole_shared_expert(reason)
+            return whole
+        return slice_shared_expert(whole, ours.replica_size, ours.replica_rank)
 
     def routed_partial(
         self,
@@ -96,14 +135,17 @@ class StaticEPLayer:
             ValueError: a shape or dtype does not fit, or num_tokens exceeds capacity.
         """
         tokens = self._tokens(hidden_states, topk_ids, topk_weights, capacity, valid)
-        gathered = gather_tokens(tokens, capacity, self.config, self.ep_config, self.collectives)
+        gathered = self._gather(tokens, capacity)
+        self.boundary(BEFORE_EXPERTS)
         output = self._run_experts(gathered)
+        self.boundary(BEFORE_COMBINE)
         if output.overflow is not None:
             # All ranks decide alike, although the rerun holds no collective: ranks then also
             # agree on how long the step takes.
             if combine_overflow(output.overflow, self.collectives).item():
                 output = self._run_experts(gathered, "dense")
         values = self.collectives.reduce_scatter(output.values)[: hidden_states.shape[0]]
+        self.boundary(AFTER_COMBINE)
         return values.to(out_dtype or hidden_states.dtype)
 
     def forward(
@@ -163,13 +205,16 @@ class StaticEPLayer:
         strategy: str | None = None,
     ) -> StepResult:
         hidden_states = tokens.hidden_states
-        gathered = gather_tokens(tokens, capacity, self.config, self.ep_config, self.collectives)
+        gathered = self._gather(tokens, capacity)
+        self.boundary(BEFORE_EXPERTS)
         output = self._run_experts(gathered, strategy)
-        values = self.collectives.reduce_scatter(output.values)[: hidden_states.shape[0]]
         shared_values = shared(hidden_states) if callable(shared) else shared
+        self.boundary(BEFORE_COMBINE)
+        values = self.collectives.reduce_scatter(output.values)[: hidden_states.shape[0]]
         if shared_values is not None and shared_is_partial:
             values = values + shared_values
         reduced = reduce_with_flag(ExpertOutput(values, output.overflow), self.collectives)
+        self.boundary(AFTER_COMBINE)
         values = reduced.values
         if shared_values is not None and not shared_is_partial:
             values = values + shared_values
@@ -187,7 +232,17 @@ class StaticEPLayer:
         check_step(tokens, capacity, self.config, self.shard.linears.hidden_dtype)
         return tokens if valid is None else mask_padding(tokens, valid)
 
+    def _gather(self, tokens: RoutedTokens, capacity: int) -> RoutedTokens:
+        return gather_tokens(
+            tokens,
+            capacity,
+            self.config,
+            self.ep_config,
+            self.collectives,
+            self.shard.activation,
+        )
+
     def _run_experts(self, tokens: RoutedTokens, strategy: str | None = None) -> ExpertOutput:
-        num_rows = tokens.hidden_states.shape[0]
-        name = strategy or choose_strategy(self.ep_config, num_rows)
+        num_rows, num_experts = tokens.hidden_states.shape[0], self.config.num_experts
+        name = strategy or choose_strategy(self.ep_config, num_rows, self.config.top_k, num_experts)
         return run_experts(name, tokens, self.shard, self.ep_config)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from vllm_moe_ep.quant.formats import QuantFormat
 from vllm_moe_ep.quant.weight import Quantised
+from vllm_moe_ep_kernels.host import cast_rows
 from vllm_moe_ep_kernels.host import quantise_dequantise as quantise_dequantise_host
 from vllm_moe_ep_kernels.reference import dequantise as dequantise_reference
 from vllm_moe_ep_kernels.reference import quantise as quantise_reference
@@ -35,6 +36,18 @@ def dequantise(quantised: Quantised, out_dtype: torch.dtype = torch.float32) -> 
     return dequantise_reference.dequantise(
         quantised.values, quantised.scale, quantised.block_size, out_dtype
     )
+
+
+def quantise_rows(rows: Tensor, fmt: QuantFormat) -> Quantised:
+    """``quantise`` for [rows, k] activations in an fp8 format with scales per row; traceable."""
+    block_k = fmt.block_size[1]
+    stored, scale = cast_rows.quantise_rows(rows, block_k, fmt.max_value, fmt.is_power_of_two)
+    return Quantised(stored, scale, fmt.block_size)
+
+
+def dequantise_rows(rows: Quantised) -> Tensor:
+    """fp32 [rows, k] of what ``quantise_rows`` stored; traceable."""
+    return cast_rows.dequantise_rows(rows.values, rows.scale, rows.block_size[1])
 
 
 def quantise_dequantise(values: Tensor, fmt: QuantFormat) -> Tensor:

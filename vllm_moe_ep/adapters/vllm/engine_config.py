@@ -50,6 +50,8 @@ def ep_config_of(settings: Settings) -> EPConfig:
         gather=settings.gather,
         max_gated_rows=settings.gated_max_rows,
         expert_capacity=settings.expert_capacity,
+        forced_gate=None if settings.forced_gate == "off" else int(settings.forced_gate),
+        shared_slices=settings.shared_slices,
     )
 
 
