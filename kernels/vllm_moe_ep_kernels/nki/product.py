@@ -1,0 +1,70 @@
+"""Products of cast rows with one block of weight rows, scaled as they leave PSUM."""
+
+from typing import Any
+
+from vllm_moe_ep_kernels.nki.api import nisa, nl
+
+_P = 128
+_BANK = 512  # fp32 numbers of a PSUM bank
+# Up to here scaling all partial sums at once and adding them up beats one instruction for each.
+_MAX_GROUPED_ROWS = 32
+
+
+def add_product(total: Any, weight: Any, rows: Any, scale: Any) -> None:
+    """total += weight.T @ rows, with each partial sum over a unit of k times its scale.
+
+    Args:
+        total: SBUF fp32 [128 (n), rows], written already.
+        weight: SBUF fp8 [128 (k), k_blocks, 128 (n)].
+        rows: SBUF bf16 [128 (k), k_blocks, rows].
+        scale: SBUF fp32 [128 (n), units], one unit per k block or four.
+    """
+    num_rows, units = rows.shape[2], scale.shape[1]
+    per_block = units // rows.shape[1]
+    if num_rows > _MAX_GROUPED_ROWS:
+        for unit in range(units):
+            sums = nl.ndarray((_P, num_rows), dtype=nl.float32, buffer=nl.psum)
+            _multiply(sums, weight, rows, unit, per_block)
+            nisa.scalar_tensor_tensor(
+                dst=total,
+                data=sums,
+                op0=nl.multiply,
+                operand0=scale[:, unit : unit + 1],
+                op1=nl.add,
+                operand1=total,
+            )
+        return
+    scaled = nl.ndarray((_P, units, num_rows), dtype=nl.float32, buffer=nl.sbuf)
+    step = min(units, _BANK // num_rows)
+    for start in range(0, units, step):
+        count = min(step, units - start)
+        sums = nl.ndarray((_P, count, num_rows), dtype=nl.float32, buffer=nl.psum)
+        for unit in range(count):
+            _multiply(sums[:, unit, :], weight, rows, start + unit, per_block)
+        factors = scale[:, start : start + count].expand_dim(2).broadcast(2, num_rows)
+        nisa.tensor_tensor(
+            dst=scaled[:, start : start + count, :], data1=sums, data2=factors, op=nl.multiply
+        )
+    added = nl.ndarray((_P, num_rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=added, op=nl.add, data=scaled.permute((0, 2, 1)), axis=2)
+    nisa.tensor_tensor(dst=total, data1=total, data2=added, op=nl.add, engine=nisa.engine.gpsimd)
+
+
+def _multiply(sums: Any, weight: Any, rows: Any, unit: int, per_block: int) -> None:
+    block = unit // per_block
+    if per_block == 1:
+        nisa.nc_matmul(
+            dst=sums, stationary=weight[:, block, :], moving=rows[:, block, :], accumulate=False
+        )
+        return
+    # A scale per 32 columns: a quarter of the array each, side by side.
+    height = _P // per_block
+    first = unit % per_block * height
+    nisa.nc_matmul(
+        dst=sums,
+        stationary=weight[first : first + height, block, :],
+        moving=rows[first : first + height, block, :],
+        accumulate=False,
+        tile_position=(first, 0),
+        tile_size=(height, _P),
+    )
