@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,7 +11,7 @@ from quantised_factory import RawMatrix
 from torch import Tensor
 
 from vllm_moe_ep.quant.formats import FORMATS, QuantFormat
-from vllm_moe_ep_kernels.nki.launch import has_simulator, run_simulated
+from vllm_moe_ep_kernels.nki.launch import as_arrays, has_simulator, run_simulated
 from vllm_moe_ep_kernels.nki.prepare import PreparedWeight, prepare
 from vllm_moe_ep_kernels.nki_emulator.simulate import Run, simulate
 
@@ -32,20 +31,11 @@ class Result:
 
 
 def run_kernel(kernel: Callable[..., Any], num_cores: int, **arguments: Any) -> Result:
-    arrays = {name: as_array(value) for name, value in arguments.items()}
+    arrays = as_arrays(arguments)
     if has_simulator():
         return Result(torch.from_numpy(run_simulated(kernel, num_cores, arrays)), None)
     run = simulate(kernel, num_cores, arrays)
     return Result(torch.from_numpy(run.output.astype(np.float32)), run)
-
-
-def as_array(value: Any) -> Any:
-    """Tensors as arrays of the same bits; all else as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.dtype is torch.bfloat16:
-        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return value.numpy()
 
 
 def prepare_raw(matrix: RawMatrix, fmt: QuantFormat, **layout: Any) -> PreparedWeight:
