@@ -114,29 +114,31 @@ def print_table(model: Model, fmt: str, rows: list[int], failures: list[str]) ->
         f"experts a rank, {expert.num_bytes / MEBI:.1f} MiB each"
     )
     print(
-        "rows | hit mean, worst rank | MiB read: ours, all-expert, selective (mean; worst rank) | "
-        "us per core: " + ", ".join(ENGINES) + " | bound | all-expert hbm us | serial tensor us"
+        "rows | hit: mean, worst rank | MiB read: ours, all-expert, selective (mean; worst rank) | "
+        "us per hit expert: " + ", ".join(ENGINES) + ", tensor if row tiles wait | bound | "
+        "us per layer: ours, all-expert, selective (mean; worst rank)"
     )
     for num_rows in rows:
         cost = measure(expert, num_rows)
-        print_row(model, expert, cost, num_rows)
+        print_row(model, cost, num_rows)
         failures += broken_bars(model, fmt, expert, cost, num_rows)
 
 
-def print_row(model: Model, expert: Expert, cost: Cost, num_rows: int) -> None:
+def print_row(model: Model, cost: Cost, num_rows: int) -> None:
     load = routed(model, num_rows)
-    bounds = cost.bounds(load.mean_hit)
     aws = model.aws_expert_bytes
-    ours = [load.mean_hit * cost.read_bytes / MEBI, load.worst_hit * cost.read_bytes / MEBI]
-    every = model.num_local_experts * aws / MEBI
-    pairs = [load.mean_pairs * aws / MEBI, load.worst_pairs * aws / MEBI]
-    every_us = model.num_local_experts * aws / NUM_CORES / trainium2.HBM_BYTES_PER_US
+    every = model.num_local_experts
+    sizes, times = [], []
+    for hit, pairs in ((load.mean_hit, load.mean_pairs), (load.worst_hit, load.worst_pairs)):
+        num_bytes = (hit * cost.read_bytes, every * aws, pairs * aws)
+        sizes.append(" ".join(f"{count / MEBI:.1f}" for count in num_bytes))
+        ours = max(cost.bounds(hit).values())
+        theirs = [count / NUM_CORES / trainium2.HBM_BYTES_PER_US for count in num_bytes[1:]]
+        times.append(" ".join(f"{time:.1f}" for time in (ours, *theirs)))
+    engines = " ".join(f"{cost.each[name]:.1f}" for name in ENGINES)
     print(
-        f"{num_rows:4} | {load.mean_hit:.2f} {load.worst_hit:.2f} | {ours[0]:.1f} {every:.1f} "
-        f"{pairs[0]:.1f}; {ours[1]:.1f} {every:.1f} {pairs[1]:.1f} | "
-        + " ".join(f"{bounds[name]:.1f}" for name in ENGINES)
-        + f" | {cost.critical(load.mean_hit)} | {every_us:.1f} | "
-        + f"{cost.serial_tensor_us * load.mean_hit:.1f}"
+        f"{num_rows:4} | {load.mean_hit:.2f} {load.worst_hit:.2f} | {'; '.join(sizes)} | "
+        f"{engines} {cost.serial_tensor_us:.1f} | {cost.critical(1.0)} | {'; '.join(times)}"
     )
 
 

@@ -48,7 +48,7 @@ def expert() -> Expert:
     return Expert(matrix(2 * WIDTH, HIDDEN, 1), matrix(HIDDEN, WIDTH, 2))
 
 
-@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("num_rows", [1, 8, 16])
 def test_a_hit_expert(expert: Expert, num_rows: int) -> None:
     run = expert.run(num_rows, 1)
     num_bytes = expert.w13.num_bytes + expert.w2.num_bytes

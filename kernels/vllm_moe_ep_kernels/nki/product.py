@@ -5,9 +5,11 @@ from typing import Any
 from vllm_moe_ep_kernels.nki.api import nisa, nl
 
 _P = 128
-_BANK = 512  # fp32 numbers of a PSUM bank
-# Up to here scaling all partial sums at once and adding them up beats one instruction for each.
-_MAX_GROUPED_ROWS = 32
+# Up to here scaling several partial sums at once beats one instruction for each.
+_MAX_GROUPED_ROWS = 63
+# Numbers per partition that one instruction scales: long enough to be worth its fixed cost, and
+# short, since what the last step adds up is as long.
+_GROUP = 128
 
 
 def add_product(total: Any, weight: Any, rows: Any, scale: Any) -> None:
@@ -34,20 +36,28 @@ def add_product(total: Any, weight: Any, rows: Any, scale: Any) -> None:
                 operand1=total,
             )
         return
-    scaled = nl.ndarray((_P, units, num_rows), dtype=nl.float32, buffer=nl.sbuf)
-    step = min(units, _BANK // num_rows)
+    step = min(units, _GROUP // num_rows)
+    gathered = nl.ndarray((_P, step, num_rows), dtype=nl.float32, buffer=nl.sbuf)
     for start in range(0, units, step):
         count = min(step, units - start)
         sums = nl.ndarray((_P, count, num_rows), dtype=nl.float32, buffer=nl.psum)
         for unit in range(count):
             _multiply(sums[:, unit, :], weight, rows, start + unit, per_block)
         factors = scale[:, start : start + count].expand_dim(2).broadcast(2, num_rows)
-        nisa.tensor_tensor(
-            dst=scaled[:, start : start + count, :], data1=sums, data2=factors, op=nl.multiply
-        )
+        if start == 0:
+            nisa.tensor_tensor(dst=gathered, data1=sums, data2=factors, op=nl.multiply)
+            continue
+        scaled = nl.ndarray((_P, count, num_rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=scaled, data1=sums, data2=factors, op=nl.multiply)
+        # On GpSimd, which is idle otherwise, while the vector engine scales on.
+        _add(gathered[:, 0:count, :], scaled)
     added = nl.ndarray((_P, num_rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=added, op=nl.add, data=scaled.permute((0, 2, 1)), axis=2)
-    nisa.tensor_tensor(dst=total, data1=total, data2=added, op=nl.add, engine=nisa.engine.gpsimd)
+    nisa.tensor_reduce(dst=added, op=nl.add, data=gathered.permute((0, 2, 1)), axis=2)
+    _add(total, added)
+
+
+def _add(total: Any, part: Any) -> None:
+    nisa.tensor_tensor(dst=total, data1=total, data2=part, op=nl.add, engine=nisa.engine.gpsimd)
 
 
 def _multiply(sums: Any, weight: Any, rows: Any, unit: int, per_block: int) -> None:
