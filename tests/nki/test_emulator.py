@@ -155,7 +155,7 @@ def test_elementwise_values(rng: np.random.Generator) -> None:
             dst=work, data=tile, op0=nl.multiply, operand0=per_row, op1=nl.subtract, operand1=tile
         )
         nisa.tensor_reduce(dst=reduced[:, 0], op=nl.maximum, data=work, axis=2)
-        nisa.activation(dst=work, op=nl.silu, data=tile)
+        nisa.activation(dst=work, op=nl.silu, data=tile, scale=per_row)
         nisa.tensor_reduce(dst=reduced[:, 1], op=nl.add, data=work, axis=2)
         nisa.nc_stream_shuffle(dst=work, src=tile, shuffle_mask=[5] * 32)
         nisa.tensor_reduce(dst=reduced[:, 2], op=nl.add, data=work, axis=2)
@@ -164,7 +164,8 @@ def test_elementwise_values(rng: np.random.Generator) -> None:
 
     run = simulate(kernel, 1, {"data": data, "factor": factor})
     wide = data.astype(np.float64)
-    silu = wide / (1 + np.exp(-wide))
+    scaled = wide * factor[:, :, None]
+    silu = scaled / (1 + np.exp(-scaled))
     shuffled = wide[np.repeat([5, 37], 32)]
     expected: list[NDArray] = [
         (wide * factor[:, :, None] - wide).max(-1),

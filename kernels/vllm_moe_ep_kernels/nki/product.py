@@ -6,7 +6,7 @@ from vllm_moe_ep_kernels.nki.api import nisa, nl
 
 _P = 128
 # Up to here scaling several partial sums at once beats one instruction for each.
-_MAX_GROUPED_ROWS = 63
+_MAX_GROUPED_ROWS = 30
 # Numbers per partition that one instruction scales: long enough to be worth its fixed cost, and
 # short, since what the last step adds up is as long.
 _GROUP = 128
@@ -24,17 +24,7 @@ def add_product(total: Any, weight: Any, rows: Any, scale: Any) -> None:
     num_rows, units = rows.shape[2], scale.shape[1]
     per_block = units // rows.shape[1]
     if num_rows > _MAX_GROUPED_ROWS:
-        for unit in range(units):
-            sums = nl.ndarray((_P, num_rows), dtype=nl.float32, buffer=nl.psum)
-            _multiply(sums, weight, rows, unit, per_block)
-            nisa.scalar_tensor_tensor(
-                dst=total,
-                data=sums,
-                op0=nl.multiply,
-                operand0=scale[:, unit : unit + 1],
-                op1=nl.add,
-                operand1=total,
-            )
+        _add_one_by_one(total, weight, rows, scale)
         return
     step = min(units, _GROUP // num_rows)
     gathered = nl.ndarray((_P, step, num_rows), dtype=nl.float32, buffer=nl.sbuf)
@@ -54,6 +44,27 @@ def add_product(total: Any, weight: Any, rows: Any, scale: Any) -> None:
     added = nl.ndarray((_P, num_rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=added, op=nl.add, data=gathered.permute((0, 2, 1)), axis=2)
     _add(total, added)
+
+
+def _add_one_by_one(total: Any, weight: Any, rows: Any, scale: Any) -> None:
+    """Every other partial sum on the vector engine; the rest on the scalar engine and GpSimd."""
+    num_rows, units = rows.shape[2], scale.shape[1]
+    per_block = units // rows.shape[1]
+    others = nl.ndarray((_P, num_rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=others, value=0.0, engine=nisa.engine.gpsimd)
+    for unit in range(units):
+        sums = nl.ndarray((_P, num_rows), dtype=nl.float32, buffer=nl.psum)
+        _multiply(sums, weight, rows, unit, per_block)
+        factor = scale[:, unit : unit + 1]
+        if unit % 2 == 1:
+            scaled = nl.ndarray((_P, num_rows), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.activation(dst=scaled, op=nl.copy, data=sums, scale=factor)
+            _add(others, scaled)
+            continue
+        nisa.scalar_tensor_tensor(
+            dst=total, data=sums, op0=nl.multiply, operand0=factor, op1=nl.add, operand1=total
+        )
+    _add(total, others)
 
 
 def _add(total: Any, part: Any) -> None:

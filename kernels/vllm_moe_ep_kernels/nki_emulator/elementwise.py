@@ -164,12 +164,12 @@ def tensor_reduce(dst: Tensor, op: str, data: Tensor, axis: int) -> None:
     _finish_float(dst, values.reshape(dst.shape), name, f"tensor_reduce {op}", data)
 
 
-def activation(dst: Tensor, op: str, data: Tensor) -> None:
-    """op(data) on the scalar engine; hardware approximates functions piecewise."""
+def activation(dst: Tensor, op: str, data: Tensor, scale: Operand = 1.0) -> None:
+    """op(data * scale) on the scalar engine; hardware approximates functions piecewise."""
     name = _engine(Engine.unknown, "scalar", ("scalar",), dst, data)
     require(op in ("silu", "copy"), f"activation with {op} is not in the emulated subset.")
     _same_elements(dst, data)
-    values = dtypes.to_float32(_shaped(data, dst))
+    values = dtypes.to_float32(_shaped(data, dst)) * _per_partition(scale, dst)
     if op == "silu":
         with np.errstate(over="ignore"):
             values = values / (1 + np.exp(-values))
