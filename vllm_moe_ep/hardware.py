@@ -75,7 +75,8 @@ def _cpu(reason: str) -> Hardware:
 
 
 def _neuron(reason: str) -> Hardware:
-    return Hardware("neuron", "AWS Neuron", None, "nothing yet", reason)
+    offers = "NKI kernels that have not run on a device yet (docs/trainium.md); no serving"
+    return Hardware("neuron", "AWS Neuron", None, offers, reason)
 
 
 def _cuda(reason: str) -> Hardware:

@@ -1,0 +1,141 @@
+"""Whole experts: gate_up, SwiGLU and down, with the activation kept on chip.
+
+Each core owns one half of the intermediate dimension: its gate and up rows, and the down columns
+that meet them. So no weight byte is read twice and nothing passes between the cores; each returns
+a partial sum of the output, and the caller adds the two.
+"""
+
+from typing import Any
+
+from vllm_moe_ep_kernels.nki.api import nisa, nl
+from vllm_moe_ep_kernels.nki.block_linear import (
+    add_matrix,
+    blocks_of_n,
+    load_flags,
+    store_blocks,
+)
+from vllm_moe_ep_kernels.nki.cast import cast_transposed, load_rows
+from vllm_moe_ep_kernels.nki.swiglu import swiglu_tile
+from vllm_moe_ep_kernels.nki.weights import part_of
+
+_P = 128
+MAX_ROWS = 128
+
+
+def gated_experts(
+    x: Any,
+    w13_codes: Any,
+    w13_scales: Any,
+    w2_codes: Any,
+    w2_scales: Any,
+    row_weight: Any,
+    flags: Any,
+    is_fp4: bool,
+    swiglu_limit: float,
+) -> Any:
+    """The sum over experts; one whose flag is 0 is not read.
+
+    Args:
+        x: HBM [rows, hidden_size], any float dtype, rows <= 128.
+        w13_codes, w13_scales: HBM, ``PreparedWeight`` of gate and up, interleaved.
+        w2_codes, w2_scales: HBM, of down, with as many parts of k as there are cores.
+        row_weight: HBM fp32 [experts, rows]; 0 where a row is not routed.
+        flags: HBM int32 [1, experts].
+        is_fp4: as ``PreparedWeight``, of both.
+        swiglu_limit: clamp of the activation, 0 for none.
+
+    Returns:
+        HBM fp32 [cores, rows, hidden_size], partial sums.
+    """
+    rows = load_rows(x)
+    total = _zeros(rows)
+    trips_of = load_flags(flags)
+    for expert in range(flags.shape[1]):
+        trips = nisa.register_alloc()
+        nisa.register_load(trips, trips_of[0:1, expert : expert + 1])
+
+        def body(_: Any, expert: int = expert) -> None:
+            weights = (w13_codes, w13_scales, w2_codes, w2_scales)
+            _add_expert(total, rows, weights, row_weight, expert, is_fp4, swiglu_limit)
+
+        nl.fori_loop(0, trips, body)
+    return _store(total)
+
+
+def listed_experts(
+    x: Any,
+    w13_codes: Any,
+    w13_scales: Any,
+    w2_codes: Any,
+    w2_scales: Any,
+    row_weight: Any,
+    expert_ids: Any,
+    count: Any,
+    is_fp4: bool,
+    swiglu_limit: float,
+) -> Any:
+    """``gated_experts`` over a list: one loop whose body is compiled once, for any number.
+
+    Args:
+        expert_ids: HBM int32 [1, experts], the experts to visit first.
+        count: HBM int32 [1, 1], how many to visit.
+    """
+    rows = load_rows(x)
+    total = _zeros(rows)
+    visits = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=visits, src=count)
+    trips = nisa.register_alloc()
+    nisa.register_load(trips, visits)
+
+    def body(visit: Any) -> None:
+        expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+        source = expert_ids.ap(pattern=[[1, 1], [1, 1]], scalar_offset=visit, indirect_dim=1)
+        nisa.dma_copy(dst=expert, src=source, dge_mode=nisa.dge_mode.hwdge)
+        weights = (w13_codes, w13_scales, w2_codes, w2_scales)
+        _add_expert(total, rows, weights, row_weight, expert, is_fp4, swiglu_limit)
+
+    nl.fori_loop(0, trips, body)
+    return _store(total)
+
+
+def _add_expert(
+    total: Any,
+    rows: Any,
+    weights: tuple[Any, Any, Any, Any],
+    row_weight: Any,
+    expert: Any,
+    is_fp4: bool,
+    swiglu_limit: float,
+) -> None:
+    w13_codes, w13_scales, w2_codes, w2_scales = weights
+    num_rows, core = rows.shape[2], nl.program_id(axis=0)
+    num_blocks, per_panel = blocks_of_n(w13_codes, rows.shape[1], is_fp4)
+    share = num_blocks // nl.num_programs(axes=0)
+    gate_up = nl.ndarray((_P, share, num_rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=gate_up, value=0.0, engine=nisa.engine.gpsimd)
+    num_panels = share // per_panel
+    panels = range(core * num_panels, (core + 1) * num_panels)
+    add_matrix(gate_up, rows, w13_codes, w13_scales, expert, 0, panels, is_fp4)
+    spread = nl.ndarray((_P, num_rows), dtype=nl.float32, buffer=nl.sbuf)
+    source = part_of(row_weight, expert, 0, [[0, _P], [1, num_rows]])
+    nisa.dma_copy(dst=spread, src=source, dge_mode=nisa.dge_mode.hwdge)
+    pairs = gate_up.reshape((_P, share // 2, 2, num_rows))
+    activated = swiglu_tile(pairs[:, :, 0, :], pairs[:, :, 1, :], spread, swiglu_limit)
+    panels = range(w2_codes.shape[2])
+    kept = cast_transposed(activated)
+    add_matrix(total, kept, w2_codes, w2_scales, expert, core, panels, is_fp4)
+
+
+def _zeros(rows: Any) -> Any:
+    """SBUF fp32 [128, blocks of hidden_size, rows]."""
+    total = nl.ndarray(rows.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
+    return total
+
+
+def _store(total: Any) -> Any:
+    _, num_blocks, num_rows = total.shape
+    shape = (nl.num_programs(axes=0), num_rows, num_blocks * _P)
+    out = nl.ndarray(shape, dtype=nl.float32, buffer=nl.shared_hbm)
+    store_blocks(total, out[nl.program_id(axis=0)], 0)
+    return out

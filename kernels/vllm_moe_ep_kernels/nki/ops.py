@@ -1,0 +1,131 @@
+"""The kernels as torch ops, each one node of a traced graph."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_moe_ep_kernels.nki import block_linear as linear_kernels
+from vllm_moe_ep_kernels.nki import experts as expert_kernels
+from vllm_moe_ep_kernels.nki import swiglu as swiglu_kernel
+from vllm_moe_ep_kernels.nki.launch import launch
+
+
+def _op(fake: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Any]:
+    """Register a function as an op; torch-neuronx's own way where it is installed."""
+
+    def register(function: Callable[..., Tensor]) -> Any:
+        name = f"vllm_moe_ep_kernels::{function.__name__}"
+        if importlib.util.find_spec("torch_neuronx") is not None:
+            neuron = importlib.import_module("torch_neuronx")
+            if hasattr(neuron, "nki_op"):
+                return neuron.nki_op(name, mutates_args={})(function)
+        op = torch.library.custom_op(name, function, mutates_args=())
+        op.register_fake(fake)
+        return op
+
+    return register
+
+
+def _like_linear(rows: Tensor, *_: object, n: int = 0) -> Tensor:
+    return rows.new_empty((rows.shape[0], n), dtype=torch.float32)
+
+
+@_op(lambda rows, codes, scales, expert, n, *_: _like_linear(rows, n=n))
+def nki_block_linear(
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    expert: int,
+    n: int,
+    is_fp4: bool,
+    is_interleaved: bool,
+    num_cores: int,
+) -> Tensor:
+    """fp32 [rows, n]; see the kernel ``block_linear``. More rows than fit are taken in turns."""
+    constants = {"expert": expert, "is_fp4": is_fp4, "is_interleaved": is_interleaved}
+    parts = [
+        launch(
+            linear_kernels.block_linear,
+            num_cores,
+            {"x": part, "codes": codes, "scales": scales, **constants},
+        )
+        for part in _parts(rows, linear_kernels.MAX_ROWS)
+    ]
+    return torch.cat(parts) if parts else _like_linear(rows, n=n)
+
+
+@_op(lambda rows, codes, scales, flag, expert, n, *_: _like_linear(rows, n=n))
+def nki_gated_block_linear(
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    flag: Tensor,
+    expert: int,
+    n: int,
+    is_fp4: bool,
+    is_interleaved: bool,
+    num_cores: int,
+) -> Tensor:
+    """fp32 [rows, n]; see the kernel ``gated_block_linear``."""
+    constants = {"expert": expert, "is_fp4": is_fp4, "is_interleaved": is_interleaved}
+    parts = [
+        launch(
+            linear_kernels.gated_block_linear,
+            num_cores,
+            {"x": part, "codes": codes, "scales": scales, "flag": flag, **constants},
+        )
+        for part in _parts(rows, linear_kernels.MAX_ROWS)
+    ]
+    return torch.cat(parts) if parts else _like_linear(rows, n=n)
+
+
+@_op(lambda gate_up, *_: _like_linear(gate_up, n=gate_up.shape[1] // 2))
+def nki_swiglu(gate_up: Tensor, row_weight: Tensor, limit: float, num_cores: int) -> Tensor:
+    """fp32 [rows, width]; see the kernel ``swiglu``."""
+    if gate_up.shape[0] == 0:
+        return _like_linear(gate_up, n=gate_up.shape[1] // 2)
+    arguments = {
+        "gate_up": gate_up.to(torch.float32),
+        "row_weight": row_weight[:, None].contiguous(),
+        "swiglu_limit": limit,
+    }
+    return launch(swiglu_kernel.swiglu, num_cores, arguments)
+
+
+@_op(lambda rows, *_: torch.empty_like(rows, dtype=torch.float32))
+def nki_gated_experts(
+    rows: Tensor,
+    w13_codes: Tensor,
+    w13_scales: Tensor,
+    w2_codes: Tensor,
+    w2_scales: Tensor,
+    row_weight: Tensor,
+    flags: Tensor,
+    is_fp4: bool,
+    limit: float,
+    num_cores: int,
+) -> Tensor:
+    """fp32 [rows, hidden_size]; see the kernel ``gated_experts``, whose partial sums are added."""
+    weights = {
+        "w13_codes": w13_codes,
+        "w13_scales": w13_scales,
+        "w2_codes": w2_codes,
+        "w2_scales": w2_scales,
+        "flags": flags,
+        "is_fp4": is_fp4,
+        "swiglu_limit": limit,
+    }
+    sums = []
+    for start in range(0, rows.shape[0], expert_kernels.MAX_ROWS):
+        stop = start + expert_kernels.MAX_ROWS
+        part = {"x": rows[start:stop], "row_weight": row_weight[:, start:stop].contiguous()}
+        sums.append(launch(expert_kernels.gated_experts, num_cores, part | weights).sum(dim=0))
+    return torch.cat(sums) if sums else torch.empty_like(rows, dtype=torch.float32)
+
+
+def _parts(rows: Tensor, size: int) -> tuple[Tensor, ...]:
+    return rows.split(size) if rows.shape[0] else ()

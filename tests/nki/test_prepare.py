@@ -1,0 +1,144 @@
+"""Conversion and layout of weights at load."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import quant_oracle
+import torch
+from kernel_runner import prepare_raw
+from quantised_factory import random_matrix
+
+from vllm_moe_ep.quant.formats import FORMATS
+from vllm_moe_ep_kernels.nki.prepare import expand_fp4, fit_to_240, panel_blocks, prepare, why_not
+
+CODES = np.arange(256, dtype=np.uint8)
+FINITE = CODES[(CODES & 0x7F) != 0x7F]
+
+
+def _ocp(codes: np.ndarray) -> np.ndarray:
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def _ieee(codes: np.ndarray) -> np.ndarray:
+    return codes.view(ml_dtypes.float8_e4m3).astype(np.float64)
+
+
+@pytest.mark.parametrize("is_ue8m0", [False, True])
+def test_every_code_in_a_block_with_a_large_number(is_ue8m0: bool) -> None:
+    block = np.full((1, 1, 32), 0x7E, np.uint8)
+    codes = np.concatenate([block.copy() for _ in FINITE], axis=1)
+    codes[0, :, 3] = FINITE
+    scale = np.full((1, len(FINITE), 1), 120 if is_ue8m0 else 0.75)
+    scale = scale.astype(np.uint8 if is_ue8m0 else np.float32)
+    fitted, doubled, num_inexact = fit_to_240(codes, scale, (1, 32))
+    before, after = _ocp(codes)[0, :, 3], 2 * _ieee(fitted)[0, :, 3]
+    is_exact = before == after
+    assert set(FINITE[~is_exact] & 0x7F) == {1, 3, 5, 7, 9, 11, 13, 15}
+    assert num_inexact == (~is_exact).sum() == 16
+    # What is not exact is off by half a step of the smaller format.
+    assert np.abs(before - after).max() == 2.0**-9
+    assert np.abs(_ieee(fitted)).max() <= 240
+    assert (doubled == (121 if is_ue8m0 else 1.5)).all()
+
+
+def test_blocks_within_240_stay_as_they_are() -> None:
+    codes = FINITE[(FINITE & 0x7F) < 0x78][None, None, :224]
+    scale = np.ones((1, 1, 7), np.float32)
+    fitted, same, num_inexact = fit_to_240(codes, scale, (1, 32))
+    assert (fitted == codes).all() and (same == 1).all() and num_inexact == 0
+    np.testing.assert_array_equal(_ieee(fitted), _ocp(codes))
+
+
+def test_nan_stays_nan() -> None:
+    codes = np.array([[[0x7F, 0xFF, 0x7E] + [0] * 29]], np.uint8)
+    fitted, _, _ = fit_to_240(codes, np.ones((1, 1, 1), np.float32), (1, 32))
+    np.testing.assert_array_equal(np.isnan(_ieee(fitted)), np.isnan(_ocp(codes)))
+
+
+@pytest.mark.parametrize("byte", [254, 255])
+def test_scales_that_do_not_fit_are_refused(byte: int) -> None:
+    scale = np.full((1, 512, 4), 120, np.uint8)
+    scale[0, 7, 2] = byte
+    values = np.full((1, 512, 128), 0x7E, np.uint8)
+    with pytest.raises(ValueError, match="NaN, or too large"):
+        prepare(values, scale, (1, 32), is_fp4=False)
+    with pytest.raises(ValueError, match="NaN, or too large"):
+        prepare(values[:, :, :64], scale, (1, 32), is_fp4=True)
+
+
+def test_numbers_under_the_smallest_scale_are_counted() -> None:
+    scale = np.full((1, 256, 4), 120, np.uint8)
+    scale[0, 7, 2] = 0
+    values = np.full((1, 256, 128), 0x08, np.uint8)
+    values[0, 7, 70] = 0
+    assert prepare(values, scale, (1, 32), is_fp4=False).num_inexact == 31
+
+
+def test_expanded_fp4_is_exact_within_13_powers_of_two() -> None:
+    fmt = FORMATS["fp4_1x32"]
+    matrix = random_matrix(fmt, (2,), 64, 256)
+    scale = torch.randint(100, 114, (2, 64, 8), dtype=torch.uint8)
+    values, wide, num_inexact = expand_fp4(matrix.values.numpy(), scale.numpy())
+    numbers = (
+        _ieee(values).reshape(2, 64, 2, 128) * np.exp2(wide.astype(np.float64) - 127)[..., None]
+    )
+    for expert in range(2):
+        exact = quant_oracle.dequantise(matrix.values[expert], scale[expert], *fmt.block_size)
+        np.testing.assert_array_equal(numbers[expert].reshape(64, 256), exact.numpy())
+    assert num_inexact == 0
+
+
+def test_expanded_fp4_counts_what_it_rounds() -> None:
+    fmt = FORMATS["fp4_1x32"]
+    matrix = random_matrix(fmt, (1,), 16, 128)
+    scale = torch.tensor([90, 104, 100, 108], dtype=torch.uint8).expand(1, 16, 4).contiguous()
+    values, wide, num_inexact = expand_fp4(matrix.values.numpy(), scale.numpy())
+    numbers = _ieee(values)[0] * np.exp2(wide[0].astype(np.float64) - 127)
+    exact = quant_oracle.dequantise(matrix.values[0], scale[0], *fmt.block_size).numpy()
+    assert num_inexact == (numbers != exact).sum() > 0
+    assert (numbers != exact)[:, 32:].sum() == 0
+
+
+def test_panels_are_large_enough() -> None:
+    assert panel_blocks(16, 7168) == 1
+    assert panel_blocks(56, 1024) == 4
+    assert panel_blocks(7, 1024) == 7
+    assert panel_blocks(28, 128) == 28
+    assert panel_blocks(2, 20000) == 1
+
+
+def test_layout_keeps_every_byte_once() -> None:
+    matrix = random_matrix(FORMATS["fp8_128x128"], (3,), 512, 256)
+    prepared = prepare_raw(matrix, FORMATS["fp8_128x128"], k_parts=2, is_interleaved=True)
+    assert prepared.codes.shape[:2] == (3, 2)
+    fitted, _, _ = fit_to_240(
+        matrix.values.view(torch.uint8).numpy(), matrix.scale.numpy(), (128, 128)
+    )
+    for expert in range(3):
+        ours, theirs = prepared.codes[expert].reshape(-1), fitted[expert].reshape(-1)
+        np.testing.assert_array_equal(
+            np.bincount(ours, minlength=256), np.bincount(theirs, minlength=256)
+        )
+    assert prepared.num_bytes == 512 * 256 + 4 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_fp4", "k_parts", "reason"),
+    [
+        ((200, 128), False, 1, "multiple of 128"),
+        ((128, 128), False, 1, "do not divide into 2"),
+        ((256, 128), True, 1, "do not divide into 4"),
+        ((256, 384), False, 2, "blocks of columns"),
+        ((512, 384), True, 1, None),
+    ],
+)
+def test_sizes_without_a_kernel(
+    shape: tuple[int, int], is_fp4: bool, k_parts: int, reason: str | None
+) -> None:
+    found = why_not(*shape, num_cores=2, is_fp4=is_fp4, k_parts=k_parts)
+    assert found is None if reason is None else reason in str(found)
+    if reason is not None:
+        values = np.zeros((1, shape[0], shape[1] // (2 if is_fp4 else 1)), np.uint8)
+        scale = np.full((1, shape[0], shape[1] // 32), 120, np.uint8)
+        with pytest.raises(ValueError, match="No kernel for this weight"):
+            prepare(values, scale, (1, 32), is_fp4, k_parts=k_parts)

@@ -1,0 +1,1 @@
+"""vllm-neuron, AWS's vLLM platform for Trainium; imports neither it nor vllm."""
