@@ -8,7 +8,7 @@ import torch
 from layer_factory import config_of, local_of
 from oracle import REL_L2_LIMIT, Fixture, make_fixture, rel_l2
 
-from vllm_moe_ep.adapters.vllm.cpu_experts import PackedCpuExperts
+from vllm_moe_ep.adapters.vllm.cpu_experts import PackedCpuExperts, pack
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 
@@ -26,7 +26,9 @@ def ranks_sum(fixture: Fixture, ep_size: int, **inputs: Any) -> torch.Tensor:
     values = torch.zeros(fixture.hidden_states.shape)
     for rank in range(ep_size):
         local = local_of(fixture, ep_size, rank)
-        packed = PackedCpuExperts(Holder(fixture, list(local.global_ids)), "vec")
+        holder = Holder(fixture, list(local.global_ids))
+        pack(holder, "vec")
+        packed = PackedCpuExperts(holder, "vec")
         layer = StaticEPLayer(config_of(fixture), local, packed, SingleProcess())
         values += layer.routed_partial(
             fixture.hidden_states,

@@ -15,16 +15,19 @@ _DTYPES = (torch.bfloat16, torch.float32)
 """fp16 stays with our own products: they sum in fp32, where the kernel would overflow."""
 
 
+def pack(layer: Any, isa: str) -> None:
+    """Bring the layer's loaded weights into the kernel's order, in their place."""
+    for name in ("w13_weight", "w2_weight"):
+        replace_parameter(layer, name, cpu_prepack_moe_weight(getattr(layer, name), isa))
+
+
 class PackedCpuExperts:
-    """Expert weights in the kernel's packed order, in place of the loaded ones.
+    """Expert weights in the kernel's packed order, see `pack`.
 
     Attributes as in `layers.expert_weights.ExpertLinears`.
     """
 
     def __init__(self, layer: Any, isa: str) -> None:
-        for name in ("w13_weight", "w2_weight"):
-            packed = cpu_prepack_moe_weight(getattr(layer, name), isa)
-            replace_parameter(layer, name, packed)
         self._layer = layer
         self._isa = isa
         self.num_slots: int = layer.w13_weight.shape[0]
