@@ -27,6 +27,9 @@ _INDEX_HEADS, _INDEX_DIM = 64, 128
 _STREAMS = 4
 # Low enough that almost every activation is clamped: who forgets it gets another text.
 _SWIGLU_LIMIT = 0.05
+# The experts' outputs are grown by this, since they are small under that limit: without it a
+# wrong expert would hardly change the text.
+_DOWN_GAIN = 16
 
 
 def v4_config(v3: dict[str, Any]) -> dict[str, Any]:
@@ -196,10 +199,11 @@ class _Builder:
         import torch
 
         parts = {"w1": ("gate_proj", 0), "w3": ("up_proj", 0), "w2": ("down_proj", 1)}
-        return {
+        joined = {
             name: torch.cat([self._v3_weights[f"{source}.{part}.weight"] for source in sources], dim)
             for name, (part, dim) in parts.items()
         }
+        return {**joined, "w2": joined["w2"] * _DOWN_GAIN}
 
     def _hyper_connection(self, prefix: str, num_mixes: int, num_scales: int) -> None:
         width = _STREAMS * self._hidden
