@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import quantised_v3, quantised_v4
 from .batches import encode_documents
+from .checkpoint import without_progress_bars
 from .corpus import read_corpus
 from .evaluation import score_heldout
 from .options import MakeModelOptions, ModelReport
@@ -37,7 +38,9 @@ class Checkpoint:
     floats: Tensors
 
 
-def make_quantised_files(options: MakeModelOptions, source: ModelReport, folder: Path) -> ModelReport:
+def make_quantised_files(
+    options: MakeModelOptions, source: ModelReport, folder: Path
+) -> ModelReport:
     """Fill `folder` with a quantised model made from the float one in `source`."""
     from safetensors.torch import load_file, save_file
 
@@ -98,7 +101,7 @@ def _float_model(checkpoint: Checkpoint) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     config = {key: value for key, value in checkpoint.config.items() if "quantization" not in key}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, without_progress_bars():
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         save_file(checkpoint.floats, folder / "model.safetensors", metadata={"format": "pt"})

@@ -9,14 +9,11 @@ changes no output.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_moe_ep.quant.formats import FP8_128X128, FP8_128X128_UE8M0
-
 if TYPE_CHECKING:
     import torch
 
 Tensors = dict[str, "torch.Tensor"]
 
-_FORMATS = {"fp8": FP8_128X128, "fp8-ue8m0": FP8_128X128_UE8M0}
 _DOUBLED_ROWS = ("q_b_proj", "kv_b_proj", "shared_experts.gate_proj", "shared_experts.up_proj")
 _DOUBLED_COLUMNS = ("o_proj", "shared_experts.down_proj")
 
@@ -73,8 +70,9 @@ def fp8_linear(name: str, scale_suffix: str, weight: "torch.Tensor", quantisatio
     import torch
 
     from vllm_moe_ep.quant.cast import quantise
+    from vllm_moe_ep.quant.formats import FP8_128X128, FP8_128X128_UE8M0
 
-    fmt = _FORMATS[quantisation]
+    fmt = FP8_128X128_UE8M0 if quantisation == "fp8-ue8m0" else FP8_128X128
     stored = quantise(weight, fmt)
     scale = stored.scale.view(torch.float8_e8m0fnu) if fmt.is_power_of_two else stored.scale
     return {name: stored.values, name.removesuffix("weight") + scale_suffix: scale}
@@ -89,6 +87,7 @@ def _floats(tensors: Tensors) -> Iterator[tuple[str, "torch.Tensor"]]:
     import torch
 
     from vllm_moe_ep.quant.cast import dequantise
+    from vllm_moe_ep.quant.formats import FP8_128X128
     from vllm_moe_ep.quant.weight import Quantised
 
     for name, tensor in tensors.items():

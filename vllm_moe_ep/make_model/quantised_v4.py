@@ -9,8 +9,6 @@ hash table and hyper-connections, which that model has not, are random.
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from vllm_moe_ep.quant.formats import FP4_1X32
-
 from .quantised_v3 import Tensors, fp8_linear, quantization_config
 
 if TYPE_CHECKING:
@@ -178,9 +176,7 @@ class _Builder:
     def _experts(self, prefix: str, layer: int) -> None:
         trained = self._trained_layers()
         everyone = [
-            (source, expert)
-            for source in trained
-            for expert in range(self._v3["n_routed_experts"])
+            (source, expert) for source in trained for expert in range(self._v3["n_routed_experts"])
         ]
         pairs = list(itertools.combinations(everyone, 2))[layer::7][:_NUM_EXPERTS]
         for number, pair in enumerate(pairs):
@@ -198,11 +194,14 @@ class _Builder:
         """w1 (gate) and w3 (up) of all sources above each other, w2 (down) beside each other."""
         import torch
 
-        parts = {"w1": ("gate_proj", 0), "w3": ("up_proj", 0), "w2": ("down_proj", 1)}
-        joined = {
-            name: torch.cat([self._v3_weights[f"{source}.{part}.weight"] for source in sources], dim)
-            for name, (part, dim) in parts.items()
-        }
+        joined: Tensors = {}
+        for name, part, dim in (
+            ("w1", "gate_proj", 0),
+            ("w3", "up_proj", 0),
+            ("w2", "down_proj", 1),
+        ):
+            weights = [self._v3_weights[f"{source}.{part}.weight"] for source in sources]
+            joined[name] = torch.cat(weights, dim)
         return {**joined, "w2": joined["w2"] * _DOWN_GAIN}
 
     def _hyper_connection(self, prefix: str, num_mixes: int, num_scales: int) -> None:
@@ -237,6 +236,7 @@ class _Builder:
         import torch
 
         from vllm_moe_ep.quant.cast import quantise
+        from vllm_moe_ep.quant.formats import FP4_1X32
 
         stored = quantise(weight, FP4_1X32)
         self._tensors[f"{name}.weight"] = stored.values.view(torch.int8)
@@ -248,6 +248,7 @@ def float_tensors(tensors: Tensors) -> Tensors:
     import torch
 
     from vllm_moe_ep.quant.cast import dequantise
+    from vllm_moe_ep.quant.formats import FP4_1X32, FP8_128X128
     from vllm_moe_ep.quant.weight import Quantised
 
     floats: Tensors = {}
@@ -256,8 +257,8 @@ def float_tensors(tensors: Tensors) -> Tensors:
         if name.endswith(".weight") and scale is not None:
             is_fp4 = tensor.dtype is torch.int8
             values = tensor.view(torch.uint8) if is_fp4 else tensor
-            block_size = FP4_1X32.block_size if is_fp4 else (128, 128)
-            floats[name] = dequantise(Quantised(values, scale, block_size))
+            fmt = FP4_1X32 if is_fp4 else FP8_128X128
+            floats[name] = dequantise(Quantised(values, scale, fmt.block_size))
         elif not name.endswith(".scale"):
             floats[name] = tensor if tensor.dtype is torch.int64 else tensor.to(torch.float32)
     return floats
