@@ -23,6 +23,7 @@ from tests.adapters.quantised_models import FP8_V3, V4
 from vllm_moe_ep.adapters.vllm.needed_cures import prepare_for
 from vllm_moe_ep.adapters.vllm.routed_experts import StaticEPRoutedExperts
 from vllm_moe_ep.quant.formats import FP4_1X32, FP8_128X128, QuantFormat
+from vllm_moe_ep.quant.weight import Quantised
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -87,6 +88,17 @@ def routing(num_tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tens
     return ids.to(torch.int32), scores / scores.sum(dim=1, keepdim=True)
 
 
+def bytes_held(experts: Any) -> int:
+    """Of all tensors of the module and of its layer, each storage once."""
+    tensors = [*experts.parameters(), *experts.buffers()]
+    linears = getattr(getattr(experts.static_layer, "shard", None), "linears", None)
+    for value in vars(linears).values() if linears else ():
+        tensors += [value] if isinstance(value, Tensor) else []
+        tensors += [value.values, value.scale] if isinstance(value, Quantised) else []
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
 @pytest.mark.parametrize("strategy", ["auto", "dense"])
 def test_fp8_experts_of_v3(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, strategy: str
@@ -96,10 +108,11 @@ def test_fp8_experts_of_v3(
     moe = build_v3(config)
     experts = experts_of(moe)
     exact = fill_experts(experts, FP8_128X128, "scale_inv")
-    raw = experts.w13_weight.data_ptr(), experts.w2_weight.data_ptr()
+    raw, num_bytes = experts.w13_weight.data_ptr(), bytes_held(experts)
     with set_current_vllm_config(config):
         process_weights_after_loading(experts, config.model_config, torch.device("cpu"))
-    assert raw == (experts.w13_weight.data_ptr(), experts.w2_weight.data_ptr()), "a copy was made"
+    assert bytes_held(experts) == num_bytes, "a copy is held"
+    assert (experts.w13_weight.data_ptr() == raw) == (strategy == "dense")
     for num_tokens in (1, 33):
         rows = torch.randn(num_tokens, 256).bfloat16()
         ids, weights = routing(num_tokens, 8, 2)
@@ -126,7 +139,11 @@ def load_new_experts(experts: Any) -> tuple[Tensor, Tensor]:
     return torch.cat([gate, up], dim=1), down
 
 
-def test_reloaded_and_overwritten_weights_are_used(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "dense"])
+def test_reloaded_weights_are_used(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    monkeypatch.setenv("VLLM_MOE_EP_EXPERTS", strategy)
     config = make_config(FP8_V3, **OURS)
     experts = experts_of(build_v3(config))
     record_metadata_for_reloading(experts)
@@ -142,7 +159,10 @@ def test_reloaded_and_overwritten_weights_are_used(make_config: MakeConfig) -> N
     assert experts.w13_weight.data_ptr() == first_pointer
     actual = run_experts(experts, config, rows, ids, weights)
     assert rel_l2(actual, routed_experts(rows, ids, weights, *exact)) <= MAX_ERROR
-    # In place, as updates in the engine's own format come.
+    assert bytes_held(experts) == sum(parameter.nbytes for parameter in experts.parameters())
+    if strategy == "auto":
+        return
+    # In place, as updates in the engine's own format come, which here is the checkpoint's.
     exact = fill_experts(experts, FP8_128X128, "scale_inv")
     actual = run_experts(experts, config, rows, ids, weights)
     assert rel_l2(actual, routed_experts(rows, ids, weights, *exact)) <= MAX_ERROR

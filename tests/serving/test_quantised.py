@@ -99,6 +99,8 @@ def test_every_rank_replaced_every_layer(server: VllmServer, served: Served) -> 
     for report in reports:
         assert report.num_replaced == report.num_layers == served.num_layers, report.text
         assert f"{served.num_experts // 2} of {served.num_experts} experts" in report.text
+    used = "FP4 experts dequantised" if served.quantisation == "v4" else "grouped CPU kernel"
+    assert used in server.read_log()
 
 
 def test_logprobs_of_a_text(

@@ -1,9 +1,9 @@
-"""Quantised expert weights as vLLM loads them: raw codes and scales, never repacked.
+"""Quantised expert weights, taken as vLLM loads them: codes and scales.
 
-Activations stay as they are, as in vLLM's own CPU kernels for these formats. The weights are
-dequantised a tile at a time whenever they are used: a bf16 copy made once at load would take two
-(fp8) to four times (FP4) the memory of the weights, and where scales are fp32 it would also
-round each product once more.
+Activations stay as they are, as in vLLM's own CPU kernels for these formats. Where vLLM's grouped
+kernel computes a layer right, the weights are packed for it, in their place. Elsewhere they stay
+raw, and are dequantised a tile at a time whenever they are used: a bf16 copy made once at load
+would take two (fp8) to four times (FP4) the memory of the weights.
 """
 
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 
+from vllm_moe_ep.adapters.vllm import cpu_fp8_experts
 from vllm_moe_ep.adapters.vllm.expert_format import ExpertFormat
-from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod
+from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod, logger
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.layers.expert_weights import ExpertLinears
 from vllm_moe_ep.layers.quantised_experts import BlockFp8Experts, Fp4Experts
@@ -36,6 +37,7 @@ class StaticEPFp8Method(StaticEPMethod):
         self.weight_scale_refine = None
         self.weight_scale_name = "weight_scale_inv"
         self.block_quant = True
+        self._is_packed = False
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """Register the weights in float8_e4m3fn and `w13/w2_weight_scale_inv` in fp32.
@@ -45,9 +47,18 @@ class StaticEPFp8Method(StaticEPMethod):
         Fp8MoEMethod.create_weights(self, layer, *args, **kwargs)  # type: ignore[arg-type]
 
     def pack_weights(self, layer: Any) -> None:
-        """They stay as loaded."""
+        """For vLLM's grouped kernel where that applies; else they stay as loaded."""
+        dtype = self.moe.in_dtype
+        self._is_packed = cpu_fp8_experts.applies(layer.moe_shape, layer.settings.experts, dtype)
+        if self._is_packed:
+            logger.info_once("static-ep: fp8 experts by vLLM's grouped CPU kernel")
+            cpu_fp8_experts.pack(layer)
+        else:
+            logger.info_once("static-ep: fp8 experts dequantised a tile at a time")
 
     def expert_weights(self, layer: Any, config: MoEConfig) -> ExpertLinears:
+        if self._is_packed:
+            return cpu_fp8_experts.PackedFp8Experts(layer)
         return BlockFp8Experts(
             layer.w13_weight,
             layer.w13_weight_scale_inv,
@@ -68,7 +79,8 @@ class StaticEPFp4Method(StaticEPMethod):
         Mxfp4MoEMethod.create_weights(self, layer, *args, **kwargs)  # type: ignore[arg-type]
 
     def pack_weights(self, layer: Any) -> None:
-        """They stay as loaded."""
+        """They stay as loaded: vLLM's grouped kernel has no clamp that DeepSeek-V4 could use."""
+        logger.info_once("static-ep: FP4 experts dequantised a tile at a time")
 
     def expert_weights(self, layer: Any, config: MoEConfig) -> ExpertLinears:
         return Fp4Experts(
