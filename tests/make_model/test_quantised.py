@@ -159,3 +159,29 @@ def test_dtype_and_format_exclude_each_other(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["make-model", "x", "--dtype", "bfloat16", "--format", "fp8"])
     assert "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "weight_dtype", "quantisation"),
+    [
+        ([], "float32", None),
+        (["--format", "bf16"], "bfloat16", None),
+        (["--format", "fp8-ue8m0", "--source", "there"], "bfloat16", "fp8-ue8m0"),
+    ],
+)
+def test_formats_on_the_command_line(
+    words: list[str],
+    weight_dtype: str,
+    quantisation: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[MakeModelOptions] = []
+
+    def no_model(options: MakeModelOptions) -> ModelReport:
+        seen.append(options)
+        return ModelReport(options.directory, False, 1, None, 1.0, 1.0, 1.0, "", 1.0)
+
+    monkeypatch.setattr("vllm_moe_ep.make_model.cli.make_model", no_model)
+    assert main(["make-model", "here", *words]) == 0
+    assert (seen[0].weight_dtype, seen[0].quantisation) == (weight_dtype, quantisation)
+    assert seen[0].source == (Path("there") if "--source" in words else None)

@@ -1,6 +1,7 @@
 """DeepSeek-V4 on CPU without a Triton that has a CPU backend, as PyPI's has none.
 
-The attention kernels themselves are C++; only small metadata kernels are written in Triton.
+The attention kernels themselves are C++; only small metadata kernels are written in Triton. On
+other platforms nothing is hooked.
 """
 
 import functools
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from vllm_moe_ep.adapters.vllm import cures, v4_metadata
 from vllm_moe_ep.adapters.vllm.wrapping import MARK, wrap_attribute
@@ -16,13 +18,16 @@ from vllm_moe_ep.adapters.vllm.wrapping import MARK, wrap_attribute
 
 def hook_request_mapping(module: Any) -> None:
     """In vllm.v1.attention.ops.metadata."""
-    wrap_attribute(
-        module, "compute_token_to_req_indices", _function_or(v4_metadata.token_to_request)
-    )
+    if not current_platform.is_cpu():
+        return
+    mapping = _function_or(v4_metadata.token_to_request)
+    wrap_attribute(module, "compute_token_to_req_indices", mapping)
 
 
 def hook_window(module: Any) -> None:
     """In vllm.v1.attention.backends.mla.sparse_swa."""
+    if not current_platform.is_cpu():
+        return
     gather_lengths = _method_or(v4_metadata.prefill_gather_lengths)
     wrap_attribute(module.ComputePrefillMetadataKernel, "__call__", gather_lengths)
     slots = _method_or(v4_metadata.window_slots)
@@ -31,12 +36,16 @@ def hook_window(module: Any) -> None:
 
 def hook_indexer(module: Any) -> None:
     """In vllm.v1.attention.backends.mla.indexer."""
+    if not current_platform.is_cpu():
+        return
     chunk = _method_or(v4_metadata.prefill_chunk)
     wrap_attribute(module.BuildPrefillChunkMetadataKernel, "__call__", chunk)
 
 
 def hook_compressor(module: Any) -> None:
     """In vllm.v1.attention.backends.mla.compressor_utils."""
+    if not current_platform.is_cpu():
+        return
     slots = _method_or(v4_metadata.compressed_slots)
     wrap_attribute(module.CompressedSlotMappingKernel, "__call__", slots)
 
