@@ -173,13 +173,15 @@ def v4_scores(moe: Any, rows: Tensor) -> Tensor:
     return torch.log1p(logits.exp()).sqrt()
 
 
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
 @pytest.mark.parametrize("layer", [0, 1], ids=["hash", "biased"])
-def test_fp4_layer_of_v4(make_config: MakeConfig, layer: int) -> None:
-    """Hash table or biased choice, FP4 experts, the clamp on routed and shared ones."""
-    config = make_config(V4, **OURS)
+def test_layer_of_v4(make_config: MakeConfig, layer: int, expert_dtype: str) -> None:
+    """Hash table or biased choice, FP4 or fp8 experts, the clamp on routed and shared ones."""
+    config = make_config({**V4, "expert_dtype": expert_dtype}, **OURS)
     moe = build_v4(config, layer)
     experts, shared = experts_of(moe), moe.shared_experts
-    exact = fill_experts(experts, FP4_1X32, "scale")
+    kind = (FP4_1X32, "scale") if expert_dtype == "fp4" else (FP8_128X128, "scale_inv")
+    exact = fill_experts(experts, *kind)
     shared_w13, shared_w2 = fill_linear(shared.gate_up_proj), fill_linear(shared.down_proj)
     moe.gate.weight.data = torch.randn(moe.gate.weight.shape).bfloat16() / 16
     rows, token_ids = torch.randn(17, 256).bfloat16(), torch.randint(128, (17,))
