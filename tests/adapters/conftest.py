@@ -1,7 +1,7 @@
 """Fixtures for tests against the real vLLM: plugin installed, tiny config-only models."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,25 @@ MakeConfig = Callable[..., Any]
 @pytest.fixture(scope="session", autouse=True)
 def _plugin() -> None:
     register()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """vLLM's groups of ranks, with this process as the only one."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.utils.network_utils import get_open_port
+
+    with set_current_vllm_config(VllmConfig()):
+        address = f"tcp://127.0.0.1:{get_open_port()}"
+        init_distributed_environment(1, 0, address, 0, backend="gloo")
+        initialize_model_parallel(1, 1)
+    yield
+    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from layer_factory import config_of, local_of
 from oracle import REL_L2_LIMIT, Fixture, make_fixture, rel_l2
 
-from vllm_moe_ep.adapters.vllm.cpu_experts import PackedCpuExperts, max_aliased_rows
+from vllm_moe_ep.adapters.vllm.cpu_experts import PackedCpuExperts, max_aliased_rows, pack
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.layers.expert_shard import ExpertShard
@@ -29,7 +29,9 @@ def ranks_sum(fixture: Fixture, ep_size: int, **inputs: Any) -> torch.Tensor:
     values = torch.zeros(fixture.hidden_states.shape)
     for rank in range(ep_size):
         local = local_of(fixture, ep_size, rank)
-        packed = PackedCpuExperts(Holder(fixture, list(local.global_ids)), "vec")
+        holder = Holder(fixture, list(local.global_ids))
+        pack(holder, "vec")
+        packed = PackedCpuExperts(holder, "vec")
         layer = StaticEPLayer(config_of(fixture), local, packed, SingleProcess())
         values += layer.routed_partial(
             fixture.hidden_states,
@@ -74,7 +76,9 @@ def test_aliased_rows_equal_the_oracle(dtype: torch.dtype, num_tokens: int, ep_s
     values = torch.zeros(fixture.hidden_states.shape)
     for rank in range(ep_size):
         local = local_of(fixture, ep_size, rank)
-        packed = PackedCpuExperts(Holder(fixture, list(local.global_ids)), "vec")
+        holder = Holder(fixture, list(local.global_ids))
+        pack(holder, "vec")
+        packed = PackedCpuExperts(holder, "vec")
         shard = ExpertShard(local, packed, None)
         routing = alias_foreign(fixture.topk_ids, fixture.topk_weights, shard)
         output = packed.fused(fixture.hidden_states, routing.slots, routing.weights)

@@ -12,13 +12,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from tests.adapters.conftest import DEEPSEEK_V3, MakeConfig
-from tests.adapters.test_moe_factory import (
-    LAYER,
-    build,
-    expected_output,
-    experts_of,
-    one_rank,  # noqa: F401
-)
+from tests.adapters.test_moe_factory import LAYER, build, expected_output, experts_of
 from tests.deepgemm.fake_psum_kernels import fake_psum_bundle
 from vllm_moe_ep.adapters.vllm import cuda_experts, cuda_method, cuda_warmup
 from vllm_moe_ep.adapters.vllm.cuda_warmup import warmup_rows
@@ -26,6 +20,8 @@ from vllm_moe_ep.deepgemm.row_kernels import load_row_kernels
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.quant.cast import dequantise, quantise
 from vllm_moe_ep.quant.formats import FP8_128X128
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 MODEL = {**DEEPSEEK_V3, "moe_intermediate_size": 128, "torch_dtype": "bfloat16"}
 SHARED = [f"{LAYER}.shared_experts.{name}_proj" for name in ("gate_up", "gate", "up", "down")]

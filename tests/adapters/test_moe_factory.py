@@ -1,6 +1,5 @@
 """DeepSeek's real MoE class of vLLM, built and run in this process, with and without us."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,24 +18,7 @@ from vllm_moe_ep.errors import UnsupportedError
 
 LAYER = "model.layers.1.mlp"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """vLLM's groups of ranks, with this process as the only one."""
-    from vllm.config import VllmConfig
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
-    from vllm.utils.network_utils import get_open_port
-
-    with set_current_vllm_config(VllmConfig()):
-        address = f"tcp://127.0.0.1:{get_open_port()}"
-        init_distributed_environment(1, 0, address, 0, backend="gloo")
-        initialize_model_parallel(1, 1)
-    yield
-    cleanup_dist_env_and_memory()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def build(config: Any, **changes: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from vllm_moe_ep.demo.demo import cached_model  # noqa: E402
 from vllm_moe_ep.demo.interrupts import termination_as_interrupt  # noqa: E402
 from vllm_moe_ep.demo.perplexity import score_text  # noqa: E402
 from vllm_moe_ep.demo.server import VllmServer, cpu_environment, vllm_program  # noqa: E402
+from vllm_moe_ep.make_model import MakeModelOptions, make_model  # noqa: E402
 
 CACHE = ROOT / ".cache"
 
@@ -39,15 +40,36 @@ def heldout(model: Path) -> str:
 
 
 @pytest.fixture(scope="session")
+def quantised_model(model: Path) -> Callable[[str], Path]:
+    """Quantised forms of the trained model, made once and kept in .cache."""
+
+    def make(quantisation: str) -> Path:
+        options = MakeModelOptions(
+            CACHE / f"deepseek-{quantisation}",
+            weight_dtype="bfloat16",
+            quantisation=quantisation,
+            source=model,
+        )
+        return make_model(options).directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def serve(model: Path) -> Serve:
     def start(
-        name: str, flags: Sequence[str], num_ranks: int, dtype: str = "float32"
+        name: str,
+        flags: Sequence[str],
+        num_ranks: int,
+        dtype: str = "float32",
+        served: Path = model,
+        **variables: str,
     ) -> VllmServer:
         common = ("--dtype", dtype, "--max-model-len", str(MAX_MODEL_LEN))
         return VllmServer(
-            (vllm_program(), "serve", str(model), *common, *flags),
+            (vllm_program(), "serve", str(served), *common, *flags),
             CACHE / "logs" / f"test-{name}.log",
-            cpu_environment(num_ranks),
+            {**cpu_environment(num_ranks), **variables},
         )
 
     return start

@@ -12,7 +12,8 @@ from vllm_moe_ep.demo.perplexity import TextScore
 from vllm_moe_ep.demo.server import VllmServer
 
 Serve = Callable[..., VllmServer]
-"""The fixture `serve`: (name, flags, num_ranks, dtype="float32") -> a server not yet started."""
+"""The fixture `serve`: (name, flags, num_ranks, dtype="float32", served=the trained model,
+**variables) -> a server not yet started."""
 
 MAX_LOGPROB_DIFFERENCE = 1e-4
 """In float32, where only the order of sums differs."""

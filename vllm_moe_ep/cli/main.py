@@ -30,7 +30,7 @@ COMMANDS = (
     Command(
         "make-model",
         "vllm_moe_ep.make_model.cli",
-        "write a small trained DeepSeek-V3 model for demos and tests",
+        "write a small DeepSeek-V3 or V4 model for demos and tests",
     ),
     Command(
         "demo",

@@ -1,6 +1,8 @@
 """Builds the model and writes its Hugging Face files."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +52,8 @@ def cast_weights(model: "PreTrainedModel", weight_dtype: str) -> None:
 
 def save_model(model: "PreTrainedModel", config: dict[str, Any], directory: Path) -> None:
     """Write model.safetensors, config.json and generation_config.json."""
-    from transformers.utils import logging
-
-    had_progress_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with without_progress_bars():
         model.save_pretrained(directory)
-    finally:
-        if had_progress_bar:
-            logging.enable_progress_bar()
     # Hugging Face's config class drops the keys that it does not know; vLLM needs some of them.
     _write_json(directory / "config.json", config)
     generation = {
@@ -67,6 +62,20 @@ def save_model(model: "PreTrainedModel", config: dict[str, Any], directory: Path
         "pad_token_id": PAD_TOKEN_ID,
     }
     _write_json(directory / "generation_config.json", generation)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hugging Face's libraries show none of theirs meanwhile."""
+    from transformers.utils import logging
+
+    had_progress_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_progress_bar:
+            logging.enable_progress_bar()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

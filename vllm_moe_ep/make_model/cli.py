@@ -1,10 +1,10 @@
-"""`vllm-moe-ep make-model DIR`: write a small DeepSeek-V3 that has learned some Python."""
+"""`vllm-moe-ep make-model DIR`: write a small DeepSeek model that has learned some Python."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from .options import DEFAULT_NUM_STEPS, WEIGHT_DTYPES, MakeModelOptions
+from .options import DEFAULT_NUM_STEPS, QUANTISATIONS, WEIGHT_DTYPES, MakeModelOptions
 from .pipeline import make_model
 
 
@@ -25,8 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"training steps; default {DEFAULT_NUM_STEPS}, about two minutes on two cores",
     )
-    parser.add_argument(
+    stored = parser.add_mutually_exclusive_group()
+    stored.add_argument(
         "--dtype", choices=WEIGHT_DTYPES, default="float32", help="type of the stored weights"
+    )
+    stored.add_argument(
+        "--format",
+        choices=("bf16", *QUANTISATIONS),
+        help="bf16 is --dtype bfloat16. fp8 and fp8-ue8m0: the same model in 128 x 128 blocks "
+        "with fp32 or power-of-two scales. v4: a DeepSeek-V4 with the trained experts in FP4, "
+        "the rest of its layers random",
+    )
+    parser.add_argument(
+        "--source",
+        metavar="DIR",
+        type=Path,
+        help="the float model that is quantised, made there if it is not; default DIR-float",
     )
     parser.add_argument(
         "--threads",
@@ -44,15 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the model and print the report; 0 if the model is there, 1 if training diverged."""
+    quantisation = args.format if args.format in QUANTISATIONS else None
     options = MakeModelOptions(
         directory=args.directory,
         random=args.random,
         seed=args.seed,
         num_steps=args.steps,
-        weight_dtype=args.dtype,
+        weight_dtype=args.dtype if args.format is None else "bfloat16",
         num_threads=args.threads,
         force=args.force,
         show_progress=not args.quiet,
+        quantisation=quantisation,
+        source=args.source,
     )
     try:
         report = make_model(options)

@@ -76,9 +76,10 @@ def _difference(manifest: dict[str, Any], options: MakeModelOptions, directory: 
     if manifest["recipe_version"] != _RECIPE_VERSION:
         return "made by another version of make-model"
     found = manifest["recipe"]
-    for key, wanted in options.recipe.items():
-        if found[key] != wanted:
-            return f"{key} is {found[key]}, not {wanted}"
+    wanted = options.recipe
+    for key in [*wanted, *found]:
+        if found.get(key) != wanted.get(key):
+            return f"{key} is {found.get(key)}, not {wanted.get(key)}"
     for name, num_bytes in manifest["file_bytes"].items():
         path = directory / name
         if not path.is_file() or path.stat().st_size != num_bytes:

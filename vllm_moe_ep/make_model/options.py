@@ -6,6 +6,7 @@ from pathlib import Path
 from vllm_moe_ep.errors import SettingsError
 
 WEIGHT_DTYPES = ("float32", "bfloat16")
+QUANTISATIONS = ("fp8", "fp8-ue8m0", "v4")
 
 # About two minutes on two cores of a current server CPU.
 DEFAULT_NUM_STEPS = 500
@@ -28,6 +29,11 @@ class MakeModelOptions:
             same number.
         force: make the model even if the directory holds one; that one is replaced.
         show_progress: write progress to stderr.
+        quantisation: make a quantised model from the float one that the options above describe:
+            "fp8" and "fp8-ue8m0" are that model in 128 x 128 blocks with fp32 or power-of-two
+            scales, "v4" is a DeepSeek-V4 with its experts in FP4. None: the float model itself.
+        source: where that float model (in float32) lies or is put; None means beside
+            `directory`, with "-float" after its name.
 
     Raises:
         SettingsError: a field has a value it cannot have.
@@ -41,6 +47,8 @@ class MakeModelOptions:
     num_threads: int = 2
     force: bool = False
     show_progress: bool = True
+    quantisation: str | None = None
+    source: Path | None = None
 
     def __post_init__(self) -> None:
         if self.random and self.num_steps is not None:
@@ -53,21 +61,56 @@ class MakeModelOptions:
                 f"The weights can be stored as {' or '.join(WEIGHT_DTYPES)}, "
                 f"not as {self.weight_dtype!r}."
             )
+        self._check_quantisation()
         _require_at_least(0, "seed", self.seed)
         _require_at_least(1, "number of threads", self.num_threads)
         if self.num_steps is not None:
             _require_at_least(1, "number of steps", self.num_steps)
 
+    def _check_quantisation(self) -> None:
+        if self.quantisation is None:
+            if self.source is not None:
+                raise SettingsError(
+                    f"A model is made from {self.source} only to quantise it: choose one of the "
+                    f"formats {', '.join(QUANTISATIONS)}, or leave out --source."
+                )
+            return
+        if self.quantisation not in QUANTISATIONS:
+            raise SettingsError(
+                f"A model can be quantised as {', '.join(QUANTISATIONS)}, "
+                f"not as {self.quantisation!r}."
+            )
+        if self.weight_dtype != "bfloat16":
+            raise SettingsError(
+                f"What stays unquantised in a {self.quantisation} model is bfloat16, so its "
+                f"weight_dtype cannot be {self.weight_dtype}."
+            )
+
+    @property
+    def source_options(self) -> "MakeModelOptions":
+        """How the float model of a quantised one is made."""
+        beside = self.directory.with_name(f"{self.directory.name}-float")
+        return dataclasses.replace(
+            self,
+            directory=self.source or beside,
+            weight_dtype="float32",
+            force=False,
+            quantisation=None,
+            source=None,
+        )
+
     @property
     def recipe(self) -> dict[str, bool | int | str]:
         """The options that decide the bytes of the model, as they go into the manifest."""
         num_trained_steps = DEFAULT_NUM_STEPS if self.num_steps is None else self.num_steps
+        quantised = {} if self.quantisation is None else {"quantisation": self.quantisation}
         return {
             "random": self.random,
             "seed": self.seed,
             "num_steps": 0 if self.random else num_trained_steps,
             "weight_dtype": self.weight_dtype,
             "num_threads": self.num_threads,
+            **quantised,
         }
 
 
@@ -78,10 +121,10 @@ class ModelReport:
     Attributes:
         directory: the finished model.
         reused: True if it was already there, made with the same options.
-        num_parameters: all weights; router biases are not counted.
+        num_parameters: all weights, quantised or not; router biases are not counted.
         final_train_loss: mean over the last twentieth of the steps, nats per token; None for a
-            random model.
-        heldout_perplexity: of the stored model.
+            random model and for a DeepSeek-V4, which is not trained as a whole.
+        heldout_perplexity: of the stored model, its weights as float32.
         unigram_perplexity: of the token frequencies of the training text, the score of a model
             that learned nothing about order.
         heldout_bits_per_byte: the same as `heldout_perplexity`, but independent of the tokenizer.

@@ -14,6 +14,7 @@ from .evaluation import score_heldout, score_unigram
 from .manifest import find_finished_model, write_manifest
 from .options import MakeModelOptions, ModelReport
 from .publish import build_beside
+from .quantised import make_quantised_files
 from .requirements import require_modules
 from .tokenizer import save_tokenizer, train_tokenizer
 from .training import TrainingPlan, train
@@ -22,7 +23,7 @@ HELDOUT_NAME = "heldout.txt"
 
 
 def make_model(options: MakeModelOptions) -> ModelReport:
-    """Write a small DeepSeek-V3 in Hugging Face format, or find it already there.
+    """Write a small DeepSeek model in Hugging Face format, or find it already there.
 
     The directory holds config.json, generation_config.json, model.safetensors, tokenizer.json,
     tokenizer_config.json, heldout.txt (about 10 KB that the model was not trained on) and
@@ -37,11 +38,15 @@ def make_model(options: MakeModelOptions) -> ModelReport:
     if finished is not None:
         return finished
     require_modules()
+    source = None if options.quantisation is None else make_model(options.source_options)
     with (
         build_beside(options.directory, replace=options.force) as folder,
         _torch_threads(options.num_threads),
     ):
-        report = _make_files(options, folder)
+        if source is None:
+            report = _make_files(options, folder)
+        else:
+            report = make_quantised_files(options, source, folder)
         write_manifest(folder, options, report)
     return report
 

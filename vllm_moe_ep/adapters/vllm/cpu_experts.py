@@ -31,18 +31,21 @@ def max_aliased_rows(config: MoEConfig) -> int:
 _SKIP_WEIGHTED = False
 
 
+def pack(layer: Any, isa: str) -> None:
+    """Bring the layer's loaded weights into the kernel's order, in their place."""
+    for name in ("w13_weight", "w2_weight"):
+        replace_parameter(layer, name, cpu_prepack_moe_weight(getattr(layer, name), isa))
+
+
 class PackedCpuExperts:
-    """Expert weights in the kernel's packed order, in place of the loaded ones.
+    """Expert weights in the kernel's packed order, see `pack`.
 
     Attributes as in `layers.expert_weights.ExpertLinears`.
     """
 
     def __init__(self, layer: Any, isa: str) -> None:
-        for name in ("w13_weight", "w2_weight"):
-            packed = cpu_prepack_moe_weight(getattr(layer, name), isa)
-            replace_parameter(layer, name, packed)
-        self._w13_weight: torch.Tensor = layer.w13_weight
-        self._w2_weight: torch.Tensor = layer.w2_weight
+        # vLLM swaps parameters when it reloads weights: look them up at each call.
+        self._parameters = layer._parameters
         self._isa = isa
         # The overload itself: a small decode step feels the look-up that vLLM's wrapper makes.
         self._kernel = torch.ops._C.cpu_fused_moe.default
@@ -56,8 +59,8 @@ class PackedCpuExperts:
         self._kernel(
             output,
             rows,
-            self._w13_weight,
-            self._w2_weight,
+            self._parameters["w13_weight"],
+            self._parameters["w2_weight"],
             None,
             None,
             weights,

@@ -31,6 +31,14 @@ def is_chosen(vllm_config: Any) -> bool:
     return isinstance(backend, str) and backend_name.normalize(backend) == BACKEND_NAME
 
 
+def is_current() -> bool:
+    """Whether the configuration that vLLM builds a model under asks for static-ep."""
+    from vllm.config.vllm import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    return vllm_config is not None and is_chosen(vllm_config)
+
+
 def settings_of(vllm_config: Any) -> Settings:
     """The settings in force for this engine: environment, then `additional_config`."""
     additional = vllm_config.additional_config

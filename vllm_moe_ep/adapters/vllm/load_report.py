@@ -1,4 +1,4 @@
-"""Say after a model was built how many of its DeepSeek MoE layers are ours."""
+"""Close gaps before a model is built; say after it how many of its MoE layers are ours."""
 
 import functools
 import logging
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_moe_ep.adapters.vllm import engine_config
+from vllm_moe_ep.adapters.vllm.needed_cures import prepare_for
 from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.hardware import probe, require_layer
@@ -14,7 +15,7 @@ logger = logging.getLogger("vllm.vllm_moe_ep")
 
 
 def hook_model_loader() -> None:
-    """Check each model right after vLLM built it, before its weights are read."""
+    """Prepare for each model, and check it once vLLM has built it, before its weights are read."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     wrap_attribute(BaseModelLoader, "create_model", _with_report)
@@ -23,8 +24,11 @@ def hook_model_loader() -> None:
 def _with_report(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kw: Any) -> Any:
+        is_chosen = engine_config.is_chosen(vllm_config)
+        if is_chosen:
+            prepare_for(vllm_config, model_config)
         model = original(self, vllm_config, model_config, *args, **kw)
-        if engine_config.is_chosen(vllm_config):
+        if is_chosen:
             report(model, vllm_config, engine_config.is_draft(vllm_config, model_config))
         return model
 

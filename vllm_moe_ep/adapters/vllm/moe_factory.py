@@ -15,6 +15,13 @@ def hook_deepseek_factory() -> None:
     wrap_attribute(deepseek_v2, "FusedMoEFactory", _with_our_experts)
 
 
+def hook_deepseek_v4_factory() -> None:
+    """The same for DeepSeek-V4 on CPU, whose MoE class is its own."""
+    from vllm.models.deepseek_v4.cpu import model
+
+    wrap_attribute(model, "FusedMoEFactory", _with_our_experts)
+
+
 def _with_our_experts(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def FusedMoEFactory(**kwargs: Any) -> Any:

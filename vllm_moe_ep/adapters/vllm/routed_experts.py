@@ -10,24 +10,22 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import ForwardContext
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from vllm_moe_ep.adapters.vllm import cpu_experts, cuda_method, engine_config, stock_guard
 from vllm_moe_ep.adapters.vllm.capacity import largest_capacity, step_capacity
 from vllm_moe_ep.adapters.vllm.custom_op import routed_experts
+from vllm_moe_ep.adapters.vllm.expert_format import expert_format
 from vllm_moe_ep.adapters.vllm.groups import describe_groups, layer_collectives
-from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod, format_refusal
+from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod
+from vllm_moe_ep.adapters.vllm.quantised_method import method_for
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.layers.expert_shard import ExpertShard
-from vllm_moe_ep.layers.expert_weights import ExpertLinears, FloatExperts
 from vllm_moe_ep.layers.fused_experts import alias_foreign
 from vllm_moe_ep.layers.kernel_ep import KernelEPLayer
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 from vllm_moe_ep.placement import LocalExperts
-
-logger = init_logger("vllm.vllm_moe_ep")
 
 
 class StaticEPRoutedExperts(RoutedExperts):
@@ -41,8 +39,7 @@ class StaticEPRoutedExperts(RoutedExperts):
         max_aliased_rows: how many rows these are.
     """
 
-    w13_weight: torch.Tensor
-    w2_weight: torch.Tensor
+    quant_method: FusedMoEMethodBase
     _expert_map: torch.Tensor | None
 
     def __init__(self, *args: Any, refusal: str | None, **kwargs: Any) -> None:
@@ -60,6 +57,7 @@ class StaticEPRoutedExperts(RoutedExperts):
         self.static_layer: StaticEPLayer | KernelEPLayer | None = None
         self.packed_shard: ExpertShard | None = None
         self.max_aliased_rows = 0
+        self._held: list[torch.Tensor | None] = []
 
     def _get_quant_method(
         self, prefix: str, quant_config: Any, moe_config: Any
@@ -71,9 +69,10 @@ class StaticEPRoutedExperts(RoutedExperts):
             if self.refusal is None:
                 return cuda_method.make_method(quant_config, moe_config, prefix)
         else:
-            self.refusal = self.refusal or format_refusal(quant_config, self.params_dtype)
+            found = expert_format(quant_config, prefix, self.params_dtype)
+            self.refusal = self.refusal or found.refusal
             if self.refusal is None:
-                return StaticEPMethod(moe_config)
+                return method_for(found, moe_config, quant_config)
         stock_guard.allow_stock(prefix, self.refusal, moe_config)
         return super()._get_quant_method(prefix, quant_config, moe_config)
 
@@ -90,9 +89,10 @@ class StaticEPRoutedExperts(RoutedExperts):
         experts = f"{self.local_num_experts} of {self.global_num_experts} experts on this rank"
         return f"{experts}, {describe_groups()}"
 
-    def build_layer(self) -> None:
-        """Build the layer over the loaded weights, which it holds by reference."""
-        config = MoEConfig(
+    @property
+    def moe_shape(self) -> MoEConfig:
+        """The layer's shape, as the layer itself takes it."""
+        return MoEConfig(
             num_experts=self.global_num_experts,
             top_k=self.top_k,
             hidden_size=self.hidden_size,
@@ -100,26 +100,46 @@ class StaticEPRoutedExperts(RoutedExperts):
             max_num_tokens=self.max_num_tokens,
             swiglu_limit=self.swiglu_limit,
         )
+
+    def build_layer(self) -> None:
+        """Build the layer over the loaded weights, which it holds by reference."""
+        assert isinstance(self.quant_method, StaticEPMethod)
+        config = self.moe_shape
         if cuda_method.is_chosen(self.settings):
             # Only here: it needs Triton and vLLM's kernels for GPUs.
             from vllm_moe_ep.adapters.vllm import cuda_experts
 
             self.static_layer = cuda_experts.build_layer(self, config)
             return
-        linears = self._expert_weights(config)
         collectives = layer_collectives()
-        ep_config = engine_config.ep_config_of(self.settings)
-        self.static_layer = StaticEPLayer(config, self.placement, linears, collectives, ep_config)
-        if isinstance(linears, cpu_experts.PackedCpuExperts) and collectives.token_size == 1:
-            self.packed_shard = self.static_layer.shard
+        static_layer = StaticEPLayer(
+            config,
+            self.placement,
+            self.quant_method.expert_weights(self, config),
+            collectives,
+            engine_config.ep_config_of(self.settings),
+        )
+        self.static_layer = static_layer
+        if static_layer.shard.fused is not None and collectives.token_size == 1:
+            self.packed_shard = static_layer.shard
             self.max_aliased_rows = cpu_experts.max_aliased_rows(config)
+        self._held = self._parameters_in_use()
 
-    def _expert_weights(self, config: MoEConfig) -> ExpertLinears:
-        isa = cpu_experts.kernel_isa(self, config, self.settings.experts)
-        if isa is not None:
-            logger.info_once("static-ep: experts by vLLM's grouped CPU kernel (%s)", isa)
-            return cpu_experts.PackedCpuExperts(self, isa)
-        return FloatExperts(self.w13_weight, self.w2_weight, config)
+    def _parameters_in_use(self) -> list[torch.Tensor | None]:
+        assert isinstance(self.quant_method, StaticEPMethod)
+        return [self._parameters[name] for name in self.quant_method.parameter_names]
+
+    def _follow_parameters(self) -> None:
+        """Build anew over other parameters: vLLM swaps them after it has reloaded the weights.
+
+        It loads into temporary parameters, has them processed, which builds the layer, copies
+        the outcome into the first ones and puts those back.
+        """
+        if isinstance(self.static_layer, KernelEPLayer):
+            return
+        in_use = self._parameters_in_use()
+        if any(now is not held for now, held in zip(in_use, self._held, strict=True)):
+            self.build_layer()
 
     def routed_sum(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -144,6 +164,7 @@ class StaticEPRoutedExperts(RoutedExperts):
         """Routed sum of one step; shapes and dtypes as in `custom_op.routed_experts`."""
         if self.static_layer is None:
             raise RuntimeError(f"{self.layer_name} was called before its weights were loaded.")
+        self._follow_parameters()
         num_tokens = hidden_states.shape[0]
         return self.static_layer.routed_partial(
             hidden_states,
