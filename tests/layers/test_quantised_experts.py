@@ -131,6 +131,7 @@ def _poison(fixture: QuantisedFixture, part: str, kind: str) -> None:
     scales = {
         "nan": 255 if is_bytes else torch.nan,
         "zero": 0,
+        "tiny": 0 if is_bytes else 1e-42,
         "inf": 254 if is_bytes else torch.inf,
     }
     if kind == "nan codes":
@@ -142,7 +143,7 @@ def _poison(fixture: QuantisedFixture, part: str, kind: str) -> None:
 @each_strategy
 @each_format
 @pytest.mark.parametrize("part", ["w13", "w2"])
-@pytest.mark.parametrize("kind", ["nan", "inf", "zero", "nan codes"])
+@pytest.mark.parametrize("kind", ["nan", "inf", "zero", "tiny", "nan codes"])
 def test_an_unused_expert_cannot_leak(
     strategy: str, fmt: QuantFormat, part: str, kind: str
 ) -> None:

@@ -196,3 +196,12 @@ def test_a_whole_shared_expert_needs_no_refresh_and_formats_must_agree() -> None
     part = slice_shared_expert(whole, 2, 0)
     with pytest.raises(ValueError, match="float weights cannot take quantised ones"):
         refresh_slice(part, _quantised(FP8_128X128, 256)[0], 2, 0)
+
+
+def test_four_slices_equal_the_whole_to_the_last_digits() -> None:
+    w13, w2 = _weights(512, torch.float32)
+    hidden_states = torch.randn(32, 64)
+    whole = SharedExpert(w13, w2)
+    parts = [slice_shared_expert(whole, 4, rank)(hidden_states) for rank in range(4)]
+    expected = shared_expert(hidden_states, w13, w2)
+    assert rel_l2(sum(parts, torch.zeros(32, 64)), expected) <= 1e-6
