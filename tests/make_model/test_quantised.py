@@ -12,8 +12,9 @@ from torch import Tensor
 from vllm_moe_ep.cli.main import main
 from vllm_moe_ep.errors import SettingsError
 from vllm_moe_ep.make_model import MakeModelOptions, ModelReport, make_model
+from vllm_moe_ep.make_model.architecture_v4 import v4_config
 from vllm_moe_ep.make_model.quantised_v3 import fp8_tensors
-from vllm_moe_ep.make_model.quantised_v4 import v4_config, v4_tensors
+from vllm_moe_ep.make_model.quantised_v4 import v4_tensors
 
 E8M0 = torch.float8_e8m0fnu
 FP8 = torch.float8_e4m3fn

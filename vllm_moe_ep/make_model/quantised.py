@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import quantised_v3, quantised_v4
+from .architecture_v4 import v4_config
 from .batches import encode_documents
 from .checkpoint import without_progress_bars
 from .corpus import read_corpus
@@ -59,8 +60,7 @@ def make_quantised_files(
 def _quantise(options: MakeModelOptions, config: dict[str, Any], weights: Tensors) -> Checkpoint:
     if options.quantisation == "v4":
         tensors = quantised_v4.v4_tensors(weights, config, options.seed)
-        v4_config = quantised_v4.v4_config(config)
-        return Checkpoint(v4_config, tensors, quantised_v4.float_tensors(tensors))
+        return Checkpoint(v4_config(config), tensors, quantised_v4.float_tensors(tensors))
     quantisation = str(options.quantisation)
     tensors = quantised_v3.fp8_tensors(weights, quantisation)
     fp8_config = quantised_v3.fp8_config(config, quantisation)

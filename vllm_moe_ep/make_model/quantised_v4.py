@@ -9,89 +9,27 @@ hash table and hyper-connections, which that model has not, are random.
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from .quantised_v3 import Tensors, fp8_linear, quantization_config
+from .architecture_v4 import (
+    COMPRESS_RATIOS,
+    GROUPS,
+    HEAD_DIM,
+    INDEX_DIM,
+    INDEX_HEADS,
+    NUM_EXPERTS,
+    NUM_HASH_LAYERS,
+    NUM_HEADS,
+    RANK,
+    STREAMS,
+    TOP_K,
+)
+from .quantised_v3 import Tensors, fp8_linear
 
 if TYPE_CHECKING:
     import torch
 
-# vLLM's CPU router takes 64, 128, 256 or 384 experts, and 6 or 8 of them per token.
-_NUM_EXPERTS, _TOP_K = 64, 6
-_NUM_HASH_LAYERS = 1
-# Sliding window alone, then learned and dense choice of compressed keys.
-_COMPRESS_RATIOS = (0, 4, 128)
-_NUM_HEADS, _HEAD_DIM = 4, 512
-_RANK, _GROUPS = 128, 2
-_INDEX_HEADS, _INDEX_DIM = 64, 128
-_STREAMS = 4
-# Low enough that almost every activation is clamped: who forgets it gets another text.
-_SWIGLU_LIMIT = 0.05
-# The experts' outputs are grown by this, since they are small under that limit: without it a
+# The experts' outputs are grown by this, since swiglu_limit makes them small: without it a
 # wrong expert would hardly change the text.
 _DOWN_GAIN = 16
-
-
-def v4_config(v3: dict[str, Any]) -> dict[str, Any]:
-    """config.json, with the sizes that the trained model and this one share from `v3`."""
-    kept = "vocab_size hidden_size hidden_act rms_norm_eps initializer_range tie_word_embeddings "
-    kept += "bos_token_id eos_token_id pad_token_id use_cache max_position_embeddings rope_theta"
-    return {
-        **{key: v3[key] for key in kept.split()},
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        "torch_dtype": "bfloat16",
-        "dtype": "bfloat16",
-        "expert_dtype": "fp4",
-        "quantization_config": quantization_config(scale_fmt="ue8m0"),
-        "num_hidden_layers": len(_COMPRESS_RATIOS),
-        "moe_intermediate_size": 2 * v3["moe_intermediate_size"],
-        "swiglu_limit": _SWIGLU_LIMIT,
-        **_router_config(),
-        **_attention_config(),
-        "hc_mult": _STREAMS,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
-        "num_nextn_predict_layers": 0,
-    }
-
-
-def _router_config() -> dict[str, Any]:
-    return {
-        "n_routed_experts": _NUM_EXPERTS,
-        "num_experts_per_tok": _TOP_K,
-        "n_shared_experts": 1,
-        "num_hash_layers": _NUM_HASH_LAYERS,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sqrtsoftplus",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-    }
-
-
-def _attention_config() -> dict[str, Any]:
-    return {
-        "num_attention_heads": _NUM_HEADS,
-        "num_key_value_heads": 1,
-        "head_dim": _HEAD_DIM,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": _RANK,
-        "o_lora_rank": _RANK,
-        "o_groups": _GROUPS,
-        "compress_ratios": list(_COMPRESS_RATIOS),
-        "compress_rope_theta": 160000.0,
-        "sliding_window": 128,
-        "index_n_heads": _INDEX_HEADS,
-        "index_head_dim": _INDEX_DIM,
-        "index_topk": 512,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 512,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-    }
 
 
 def v4_tensors(v3_weights: Tensors, v3: dict[str, Any], seed: int) -> Tensors:
@@ -122,34 +60,34 @@ class _Builder:
             ("norm.weight", "model.norm.weight"),
         ):
             self._put(name, self._v3_weights[source])
-        for layer, ratio in enumerate(_COMPRESS_RATIOS):
+        for layer, ratio in enumerate(COMPRESS_RATIOS):
             self._norm(f"layers.{layer}.attn_norm", self._hidden)
             self._norm(f"layers.{layer}.ffn_norm", self._hidden)
             self._attention(f"layers.{layer}.attn", ratio)
             self._router(f"layers.{layer}.ffn.gate", layer)
             self._experts(f"layers.{layer}.ffn", layer)
-            num_mixes = (2 + _STREAMS) * _STREAMS
+            num_mixes = (2 + STREAMS) * STREAMS
             self._hyper_connection(f"layers.{layer}.hc_attn", num_mixes, 3)
             self._hyper_connection(f"layers.{layer}.hc_ffn", num_mixes, 3)
-        self._hyper_connection("hc_head", _STREAMS, 1)
+        self._hyper_connection("hc_head", STREAMS, 1)
         return self._tensors
 
     def _attention(self, prefix: str, ratio: int) -> None:
-        hidden, heads = self._hidden, _NUM_HEADS * _HEAD_DIM
-        self._float32(f"{prefix}.attn_sink", (_NUM_HEADS,), 1.0)
-        self._linear(f"{prefix}.wq_a", _RANK, hidden)
-        self._linear(f"{prefix}.wq_b", heads, _RANK)
-        self._linear(f"{prefix}.wkv", _HEAD_DIM, hidden)
-        self._linear(f"{prefix}.wo_a", _GROUPS * _RANK, heads // _GROUPS)
-        self._linear(f"{prefix}.wo_b", hidden, _GROUPS * _RANK)
-        self._norm(f"{prefix}.q_norm", _RANK)
-        self._norm(f"{prefix}.kv_norm", _HEAD_DIM)
+        hidden, heads = self._hidden, NUM_HEADS * HEAD_DIM
+        self._float32(f"{prefix}.attn_sink", (NUM_HEADS,), 1.0)
+        self._linear(f"{prefix}.wq_a", RANK, hidden)
+        self._linear(f"{prefix}.wq_b", heads, RANK)
+        self._linear(f"{prefix}.wkv", HEAD_DIM, hidden)
+        self._linear(f"{prefix}.wo_a", GROUPS * RANK, heads // GROUPS)
+        self._linear(f"{prefix}.wo_b", hidden, GROUPS * RANK)
+        self._norm(f"{prefix}.q_norm", RANK)
+        self._norm(f"{prefix}.kv_norm", HEAD_DIM)
         if ratio:
-            self._compressor(f"{prefix}.compressor", ratio, _HEAD_DIM)
+            self._compressor(f"{prefix}.compressor", ratio, HEAD_DIM)
         if ratio == 4:
-            self._compressor(f"{prefix}.indexer.compressor", ratio, _INDEX_DIM)
-            self._linear(f"{prefix}.indexer.wq_b", _INDEX_HEADS * _INDEX_DIM, _RANK)
-            weights = self._random((_INDEX_HEADS, hidden), hidden**-0.5)
+            self._compressor(f"{prefix}.indexer.compressor", ratio, INDEX_DIM)
+            self._linear(f"{prefix}.indexer.wq_b", INDEX_HEADS * INDEX_DIM, RANK)
+            weights = self._random((INDEX_HEADS, hidden), hidden**-0.5)
             self._put(f"{prefix}.indexer.weights_proj.weight", weights)
 
     def _compressor(self, prefix: str, ratio: int, head_dim: int) -> None:
@@ -165,20 +103,20 @@ class _Builder:
         import torch
 
         self._put(
-            f"{prefix}.weight", self._random((_NUM_EXPERTS, self._hidden), 2 * self._hidden**-0.5)
+            f"{prefix}.weight", self._random((NUM_EXPERTS, self._hidden), 2 * self._hidden**-0.5)
         )
-        if layer >= _NUM_HASH_LAYERS:
-            self._float32(f"{prefix}.bias", (_NUM_EXPERTS,), 0.1)
+        if layer >= NUM_HASH_LAYERS:
+            self._float32(f"{prefix}.bias", (NUM_EXPERTS,), 0.1)
             return
-        scores = torch.rand(self._v3["vocab_size"], _NUM_EXPERTS, generator=self._generator)
-        self._tensors[f"{prefix}.tid2eid"] = scores.topk(_TOP_K, dim=1).indices
+        scores = torch.rand(self._v3["vocab_size"], NUM_EXPERTS, generator=self._generator)
+        self._tensors[f"{prefix}.tid2eid"] = scores.topk(TOP_K, dim=1).indices
 
     def _experts(self, prefix: str, layer: int) -> None:
         trained = self._trained_layers()
         everyone = [
             (source, expert) for source in trained for expert in range(self._v3["n_routed_experts"])
         ]
-        pairs = list(itertools.combinations(everyone, 2))[layer::7][:_NUM_EXPERTS]
+        pairs = list(itertools.combinations(everyone, 2))[layer::7][:NUM_EXPERTS]
         for number, pair in enumerate(pairs):
             for name, weight in self._side_by_side([f"{s}.experts.{e}" for s, e in pair]).items():
                 self._fp4(f"{prefix}.experts.{number}.{name}", weight)
@@ -205,7 +143,7 @@ class _Builder:
         return {**joined, "w2": joined["w2"] * _DOWN_GAIN}
 
     def _hyper_connection(self, prefix: str, num_mixes: int, num_scales: int) -> None:
-        width = _STREAMS * self._hidden
+        width = STREAMS * self._hidden
         self._float32(f"{prefix}_fn", (num_mixes, width), width**-0.5)
         self._float32(f"{prefix}_base", (num_mixes,), 0.5)
         self._float32(f"{prefix}_scale", (num_scales,), 0.2)
