@@ -148,11 +148,21 @@ def test_experts_op() -> None:
     ids = torch.arange(4)[:, None, None]
     row_weight = ((floats.topk_ids == ids) * floats.topk_weights).sum(dim=2)
     flags = torch.ones(1, 4, dtype=torch.int32)
-    arguments = (floats.hidden_states, *weights, row_weight, flags, False, 0.0, 2)
+    parts = (floats.hidden_states, *weights, row_weight)
     expected = floats.routed(cast=cast_of(ACTIVATION))
-    assert rel_l2(ops.nki_gated_experts(*arguments), expected) <= fmt.output_limit
-    few = (floats.hidden_states[:3], *weights, row_weight[:, :3], flags, False, 0.0, 2)
-    torch.library.opcheck(ops.nki_gated_experts, few)
+    gated = ops.nki_gated_experts(*parts, flags, False, 0.0, 2)
+    assert rel_l2(gated, expected) <= fmt.output_limit
+    listed = ops.nki_listed_experts(*parts, *ops.hit_list(flags), False, 0.0, 2)
+    torch.testing.assert_close(listed, gated, rtol=1e-5, atol=1e-5)
+    few = (floats.hidden_states[:3], *weights, row_weight[:, :3])
+    torch.library.opcheck(ops.nki_gated_experts, (*few, flags, False, 0.0, 2))
+    torch.library.opcheck(ops.nki_listed_experts, (*few, *ops.hit_list(flags), False, 0.0, 2))
+
+
+def test_hit_list() -> None:
+    ids, count = ops.hit_list(torch.tensor([[0, 1, 0, 1, 1]], dtype=torch.int32))
+    assert ids.tolist() == [[1, 3, 4, 0, 2]] and count.tolist() == [[3]]
+    assert ids.dtype is count.dtype is torch.int32
 
 
 def test_sizes_without_a_kernel_are_refused() -> None:
