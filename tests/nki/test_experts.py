@@ -1,6 +1,6 @@
 """Whole experts on chip against fp64 on the layer's own quantised numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Layer:
     w13: PreparedWeight
     w2: PreparedWeight
     row_weight: Tensor
+    num_cores: int = 2
 
     @property
     def num_experts(self) -> int:
@@ -43,7 +44,7 @@ class Layer:
     def run(self, kernel: Any, limit: float = 0.0, **routing: Any) -> Result:
         result = run_kernel(
             kernel,
-            2,
+            self.num_cores,
             x=self.fixture.floats.hidden_states,
             w13_codes=self.w13.codes,
             w13_scales=self.w13.scales,
@@ -67,13 +68,14 @@ class Layer:
         return self.run(listed_experts, limit, expert_ids=ids, count=count)
 
 
-def make_layer(fmt: QuantFormat, num_rows: int, num_experts: int = 4) -> Layer:
+def make_layer(fmt: QuantFormat, num_rows: int, num_experts: int = 4, num_cores: int = 2) -> Layer:
     fixture = make_quantised(fmt, num_rows, torch.bfloat16, 512, 512, num_experts)
     floats = fixture.floats
     ids = torch.arange(num_experts)[:, None, None]
     row_weight = ((floats.topk_ids == ids) * floats.topk_weights).sum(dim=2).contiguous()
-    w13 = prepare_raw(fixture.w13, fmt, is_interleaved=True)
-    return Layer(fixture, w13, prepare_raw(fixture.w2, fmt, k_parts=2), row_weight)
+    w13 = prepare_raw(fixture.w13, fmt, num_cores=num_cores, is_interleaved=True)
+    w2 = prepare_raw(fixture.w2, fmt, num_cores=num_cores, k_parts=num_cores)
+    return Layer(fixture, w13, w2, row_weight, num_cores)
 
 
 def _without(layer: Layer, expert: int) -> Layer:
@@ -82,7 +84,7 @@ def _without(layer: Layer, expert: int) -> Layer:
     floats.topk_ids[floats.topk_ids == expert] = -1
     row_weight = layer.row_weight.clone()
     row_weight[expert] = 0
-    return Layer(layer.fixture, layer.w13, layer.w2, row_weight)
+    return replace(layer, row_weight=row_weight)
 
 
 @each_format
@@ -104,6 +106,12 @@ def test_gated(fmt: QuantFormat, num_rows: int) -> None:
 @pytest.mark.parametrize("name", ["fp8_128x128", "fp4_1x32"])
 def test_as_many_rows_as_fit(name: str) -> None:
     layer = make_layer(FORMATS[name], 128)
+    assert rel_l2(layer.gated().output, layer.expected()) <= layer.fixture.fmt.output_limit
+
+
+@pytest.mark.parametrize("name", ["fp8_128x128", "fp4_1x32"])
+def test_one_core(name: str) -> None:
+    layer = make_layer(FORMATS[name], 8, num_cores=1)
     assert rel_l2(layer.gated().output, layer.expected()) <= layer.fixture.fmt.output_limit
 
 

@@ -137,6 +137,34 @@ def test_ops_are_valid() -> None:
     torch.library.opcheck(ops.nki_swiglu, (torch.randn(3, 128), torch.rand(3), 0.5, 2))
 
 
+def test_experts_op() -> None:
+    """More rows than one kernel takes are taken in turns, and the cores' sums are added."""
+    fmt = FORMATS["fp8_128x128"]
+    fixture = make_quantised(fmt, 130, torch.bfloat16, 256, 256, 4)
+    floats, nki = fixture.floats, NkiLinears()
+    w13 = nki.lay_out(fixture.w13.values, fixture.w13.scale, fmt.block_size, is_interleaved=True)
+    w2 = nki.lay_out(fixture.w2.values, fixture.w2.scale, fmt.block_size, k_parts=2)
+    weights = [torch.from_numpy(part) for part in (w13.codes, w13.scales, w2.codes, w2.scales)]
+    ids = torch.arange(4)[:, None, None]
+    row_weight = ((floats.topk_ids == ids) * floats.topk_weights).sum(dim=2)
+    flags = torch.ones(1, 4, dtype=torch.int32)
+    parts = (floats.hidden_states, *weights, row_weight)
+    expected = floats.routed(cast=cast_of(ACTIVATION))
+    gated = ops.nki_gated_experts(*parts, flags, False, 0.0, 2)
+    assert rel_l2(gated, expected) <= fmt.output_limit
+    listed = ops.nki_listed_experts(*parts, *ops.hit_list(flags), False, 0.0, 2)
+    torch.testing.assert_close(listed, gated, rtol=1e-5, atol=1e-5)
+    few = (floats.hidden_states[:3], *weights, row_weight[:, :3])
+    torch.library.opcheck(ops.nki_gated_experts, (*few, flags, False, 0.0, 2))
+    torch.library.opcheck(ops.nki_listed_experts, (*few, *ops.hit_list(flags), False, 0.0, 2))
+
+
+def test_hit_list() -> None:
+    ids, count = ops.hit_list(torch.tensor([[0, 1, 0, 1, 1]], dtype=torch.int32))
+    assert ids.tolist() == [[1, 3, 4, 0, 2]] and count.tolist() == [[3]]
+    assert ids.dtype is count.dtype is torch.int32
+
+
 def test_sizes_without_a_kernel_are_refused() -> None:
     fixture = make_quantised(FORMATS["fp8_128x128"], 2, torch.bfloat16, 192, 128, 4)
     with pytest.raises(UnsupportedError, match="No kernel for an expert weight of 256 x 192"):

@@ -96,7 +96,11 @@ def nki_swiglu(gate_up: Tensor, row_weight: Tensor, limit: float, num_cores: int
     return launch(swiglu_kernel.swiglu, num_cores, arguments)
 
 
-@_op(lambda rows, *_: torch.empty_like(rows, dtype=torch.float32))
+def _like_rows(rows: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(rows, dtype=torch.float32)
+
+
+@_op(_like_rows)
 def nki_gated_experts(
     rows: Tensor,
     w13_codes: Tensor,
@@ -110,7 +114,7 @@ def nki_gated_experts(
     num_cores: int,
 ) -> Tensor:
     """fp32 [rows, hidden_size]; see the kernel ``gated_experts``, whose partial sums are added."""
-    weights = {
+    arguments = {
         "w13_codes": w13_codes,
         "w13_scales": w13_scales,
         "w2_codes": w2_codes,
@@ -119,12 +123,60 @@ def nki_gated_experts(
         "is_fp4": is_fp4,
         "swiglu_limit": limit,
     }
+    return _experts(expert_kernels.gated_experts, rows, row_weight, arguments, num_cores)
+
+
+@_op(_like_rows)
+def nki_listed_experts(
+    rows: Tensor,
+    w13_codes: Tensor,
+    w13_scales: Tensor,
+    w2_codes: Tensor,
+    w2_scales: Tensor,
+    row_weight: Tensor,
+    expert_ids: Tensor,
+    count: Tensor,
+    is_fp4: bool,
+    limit: float,
+    num_cores: int,
+) -> Tensor:
+    """fp32 [rows, hidden_size]; see the kernel ``listed_experts``."""
+    arguments = {
+        "w13_codes": w13_codes,
+        "w13_scales": w13_scales,
+        "w2_codes": w2_codes,
+        "w2_scales": w2_scales,
+        "expert_ids": expert_ids,
+        "count": count,
+        "is_fp4": is_fp4,
+        "swiglu_limit": limit,
+    }
+    return _experts(expert_kernels.listed_experts, rows, row_weight, arguments, num_cores)
+
+
+def hit_list(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 flags [1, experts] -> ids [1, experts], those that are hit first, and how many are.
+
+    All shapes are static; for ``nki_listed_experts``.
+    """
+    hit = flags != 0
+    ids = torch.argsort(hit.to(torch.int32), dim=1, descending=True, stable=True)
+    return ids.to(torch.int32), hit.sum(dim=1, keepdim=True).to(torch.int32)
+
+
+def _experts(
+    kernel: Callable[..., Any],
+    rows: Tensor,
+    row_weight: Tensor,
+    arguments: dict[str, Any],
+    num_cores: int,
+) -> Tensor:
     sums = []
     for start in range(0, rows.shape[0], expert_kernels.MAX_ROWS):
         stop = start + expert_kernels.MAX_ROWS
         part = {"x": rows[start:stop], "row_weight": row_weight[:, start:stop].contiguous()}
-        sums.append(launch(expert_kernels.gated_experts, num_cores, part | weights).sum(dim=0))
-    return torch.cat(sums) if sums else torch.empty_like(rows, dtype=torch.float32)
+        sums.append(launch(kernel, num_cores, part | arguments).sum(dim=0))
+    return torch.cat(sums) if sums else _like_rows(rows)
 
 
 def _parts(rows: Tensor, size: int) -> tuple[Tensor, ...]:
