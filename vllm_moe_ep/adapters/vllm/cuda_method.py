@@ -64,10 +64,17 @@ def make_method(quant_config: Any, moe_config: Any, prefix: str) -> FusedMoEMeth
         deep_gemm("fp8_block")
         return CudaFp8Method(quant_config, moe_config)
     deep_gemm("bf16")
-    return StaticEPMethod(moe_config)
+    return CudaMethod(moe_config)
 
 
-class CudaFp8Method(StaticEPMethod):
+class CudaMethod(StaticEPMethod):
+    """bf16 expert weights, kept as loaded and computed by our layer."""
+
+    def pack_weights(self, layer: Any) -> None:
+        """They stay as loaded, which is how DeepGEMM and vLLM's Triton kernel take them."""
+
+
+class CudaFp8Method(CudaMethod):
     """fp8 expert weights with block scales, kept as loaded and computed by our layer."""
 
     def __init__(self, quant_config: Fp8Config, moe_config: Any) -> None:
