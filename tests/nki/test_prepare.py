@@ -9,7 +9,8 @@ from kernel_runner import prepare_raw
 from quantised_factory import random_matrix
 
 from vllm_moe_ep.quant.formats import FORMATS
-from vllm_moe_ep_kernels.nki.prepare import expand_fp4, fit_to_240, panel_blocks, prepare, why_not
+from vllm_moe_ep_kernels.nki.convert import expand_fp4, fit_to_240
+from vllm_moe_ep_kernels.nki.prepare import panel_blocks, prepare, why_not
 
 CODES = np.arange(256, dtype=np.uint8)
 FINITE = CODES[(CODES & 0x7F) != 0x7F]

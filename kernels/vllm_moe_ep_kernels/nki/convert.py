@@ -1,0 +1,108 @@
+"""Quantised numbers of a checkpoint as numbers that Trainium2 has, once at load."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LARGEST_E8M0 = 254
+_NAN_E8M0 = 255
+# Unpacked FP4 numbers are e5m2 bit patterns of 2**-14 times the number.
+FP4_SHIFT = 14
+
+
+def fit_to_240(
+    codes: NDArray[np.uint8], scale: NDArray, block_size: tuple[int, int]
+) -> tuple[NDArray[np.uint8], NDArray, int]:
+    """Halve the blocks that hold a number above 240, and double their scales.
+
+    Halving is exact but for odd codes below 16, which round to even. Returns how many did.
+    """
+    grouped = _by_block(codes, block_size)
+    magnitude = grouped & 0x7F
+    is_above = (magnitude >= 0x78) & (magnitude < 0x7F)
+    is_large: NDArray[np.bool_] = np.any(is_above, axis=(2, 4), keepdims=True)
+    # Codes below 16 count steps of 2**-9; above, an exponent step is 8 codes.
+    halved_small = (magnitude >> 1) + ((magnitude & 1) & (magnitude >> 1 & 1))
+    halved = np.where(magnitude < 16, halved_small, magnitude - 8)
+    halved = np.where(magnitude == 0x7F, 0x7F, halved) | (grouped & 0x80)
+    is_inexact = is_large & (magnitude < 16) & (magnitude & 1 == 1)
+    fitted = np.where(is_large, halved, grouped).astype(np.uint8)
+    fitted = fitted.reshape(codes.shape[0], -1, codes.shape[2])[:, : codes.shape[1]]
+    doubled = is_large[:, :, 0, :, 0]
+    if scale.dtype == np.uint8:
+        _check_e8m0(scale, doubled.astype(np.int64))
+        return fitted, (scale + doubled).astype(np.uint8), int(is_inexact.sum())
+    return fitted, np.where(doubled, scale * 2, scale).astype(np.float32), int(is_inexact.sum())
+
+
+def expand_fp4(
+    values: NDArray[np.uint8], scale: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int]:
+    """FP4 with a scale per 32 columns as e4m3 bytes with one UE8M0 scale per 128: twice the bytes.
+
+    Exact while the four scales lie within 13 powers of two; what does not is rounded and counted.
+
+    Args:
+        values: uint8 [experts, n, k / 2]; scale: UE8M0 [experts, n, k / 32], k a multiple of 128.
+    """
+    magnitudes = np.array([0, 1, 2, 3, 4, 6, 8, 12])  # in halves
+    codes = np.stack([values & 0xF, values >> 4], axis=-1).reshape(*values.shape[:2], -1)
+    _check_e8m0(scale, np.array(FP4_SHIFT))
+    groups = scale.astype(np.int64).reshape(*scale.shape[:2], -1, 4)
+    base = groups.max(axis=-1)
+    down = np.repeat((base[..., None] - groups).reshape(scale.shape), 32, axis=-1)
+    # The largest number, 6, becomes 192; 0.5 becomes 16 times 2**-down, a subnormal from 2**-7 on.
+    wanted = magnitudes[codes & 7] * 16.0 * np.exp2(-down)
+    magnitude = _e4m3_codes(wanted)
+    num_inexact = int((_e4m3_numbers(magnitude) != wanted).sum())
+    expanded = (magnitude | (codes & 8) << 4).astype(np.uint8)
+    return expanded, (base - 5).clip(0).astype(np.uint8), num_inexact
+
+
+def shifted(scale: NDArray[np.uint8], shift: int) -> NDArray[np.uint8]:
+    """UE8M0 scales times 2**shift.
+
+    Raises:
+        ValueError: a scale is NaN, or too large for that.
+    """
+    _check_e8m0(scale, np.array(shift))
+    return (scale + shift).astype(np.uint8)
+
+
+def lost_to_zero(codes: NDArray, scale: NDArray, block_size: tuple[int, int]) -> int:
+    """Non-zero numbers under a UE8M0 byte 0, which the kernels read as zero, not 2**-127."""
+    if scale.dtype != np.uint8 or not (scale == 0).any():
+        return 0
+    lost = (_by_block(codes, block_size) & 0x7F != 0) & (scale == 0)[:, :, None, :, None]
+    return int(lost.sum())
+
+
+def _e4m3_codes(numbers: NDArray) -> NDArray[np.uint8]:
+    """Codes of numbers from 0 to 240, ties to even."""
+    exponent = np.maximum(np.frexp(np.maximum(numbers, 2.0**-20))[1] - 1, -6)
+    steps = np.rint(numbers * np.exp2(3.0 - exponent)).astype(np.int64)
+    # Steps 8 to 16 of a binade continue its exponent field, and those below 8 are subnormals.
+    return (steps + 8 * (exponent + 6)).astype(np.uint8)
+
+
+def _e4m3_numbers(codes: NDArray[np.uint8]) -> NDArray:
+    exponent = codes.astype(np.int64) >> 3
+    mantissa = (codes & 7) + np.where(exponent > 0, 8, 0)
+    return mantissa * np.exp2(np.maximum(exponent, 1) - 10.0)
+
+
+def _check_e8m0(scale: NDArray[np.uint8], shift: NDArray) -> None:
+    if scale.dtype != np.uint8:
+        raise ValueError(f"FP4 weights have UE8M0 scales as uint8, found {scale.dtype}.")
+    if (scale == _NAN_E8M0).any() or (scale.astype(np.int64) + shift > _LARGEST_E8M0).any():
+        raise ValueError(
+            "A UE8M0 scale is NaN, or too large for the kernels' number format: such a checkpoint "
+            "is broken or needs the host path."
+        )
+
+
+def _by_block(codes: NDArray, block_size: tuple[int, int]) -> NDArray:
+    """[experts, blocks, block_n, blocks, block_k]; rows of zeros fill the last block."""
+    num_experts, n, k = codes.shape
+    block_n, block_k = block_size
+    padded = np.pad(codes, ((0, 0), (0, -n % block_n), (0, 0)))
+    return padded.reshape(num_experts, -1, block_n, k // block_k, block_k)
