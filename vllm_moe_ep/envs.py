@@ -144,6 +144,15 @@ VARIABLES: tuple[Variable, ...] = (
         minimum=0,
     ),
     Variable(
+        "placement",
+        str,
+        "auto",
+        "Which experts a rank holds. linear: consecutive ones; round_robin: every n-th, so that "
+        "the groups of a grouped router spread over all ranks; auto: round_robin where the router "
+        "has groups and tokens are not split, else what --expert-placement-strategy says.",
+        choices=("auto", "linear", "round_robin"),
+    ),
+    Variable(
         "gather",
         str,
         "bytes",
@@ -197,6 +206,7 @@ class Settings:
     forced_gate: str
     shared_slices: bool
     expert_capacity: int
+    placement: str
     gather: str
     min_capacity: int
     cuda_path: str

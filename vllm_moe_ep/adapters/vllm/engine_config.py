@@ -110,6 +110,7 @@ def prepare(vllm_config: Any) -> None:
     for reason in _refusals(vllm_config):
         raise UnsupportedError(f"--moe-backend static-ep cannot serve this: {reason}")
     _keep_tokens_replicated(vllm_config.parallel_config)
+    _place_experts(vllm_config, settings.placement)
 
 
 def _check_cuda(settings: Settings) -> None:
@@ -201,3 +202,28 @@ def _keep_tokens_replicated(parallel: Any) -> None:
             backend,
         )
     parallel.all2all_backend = _NO_SEQUENCE_PARALLEL
+
+
+def _place_experts(vllm_config: Any, placement: str) -> None:
+    """Spread a grouped router's experts: consecutive ones would all be of one group.
+
+    A token's experts come from few groups, so that linear placement gives them to few ranks,
+    and at small batches everybody waits for the busiest.
+    """
+    if placement == "auto":
+        if not _spreads(vllm_config):
+            return
+        placement = "round_robin"
+    vllm_config.parallel_config.expert_placement_strategy = placement
+
+
+def _spreads(vllm_config: Any) -> bool:
+    """Whether round-robin placement helps here, and vLLM can do it."""
+    parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
+    if model_config is None or parallel.data_parallel_size > 1:
+        # Under data parallelism vLLM keeps it for its own all-to-all kernels.
+        return False
+    hf_config = model_config.hf_text_config
+    # With fewer experts than ranks it fails in vLLM.
+    has_enough = getattr(hf_config, "n_routed_experts", 0) >= parallel.tensor_parallel_size
+    return has_enough and (getattr(hf_config, "n_group", None) or 1) > 1
