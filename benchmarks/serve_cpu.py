@@ -5,7 +5,8 @@
 All servers are up at once, and all but the one that is measured are paused: a round of all of
 them takes seconds, so that a drift of the machine meets them alike. Figures are medians over the
 rounds, ratios are medians of each round's ratio to stock. Without --model it takes the demo's
-model from .cache, made if need be.
+model from .cache, made if need be. Prompts are pieces of the text that such a model keeps for
+tests, since routing follows the text; --random-prompts draws ids instead.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
+from typing import Protocol
 
 from vllm_moe_ep.demo.client import CompletionClient
 from vllm_moe_ep.demo.demo import cached_model
@@ -59,8 +61,38 @@ class Figures:
     first_token_ms: float
 
 
-class PromptSource:
-    """Random prompts, none twice."""
+class Prompts(Protocol):
+    def draw(self, num_tokens: int) -> list[int]:
+        """Ids of a prompt that was not drawn before."""
+        ...
+
+
+class TextPrompts:
+    """Pieces of a text; each starts elsewhere, so that no piece repeats soon.
+
+    Raises:
+        ValueError: the text is shorter than a prompt.
+    """
+
+    # No divisor of a usual length: the starts wander over the whole text.
+    _STEP = 37
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) <= LONG_PROMPT:
+            raise ValueError(
+                f"Prompts of {LONG_PROMPT} tokens need a longer text, found {len(token_ids)} "
+                "tokens: use --random-prompts."
+            )
+        self._token_ids = list(token_ids)
+        self._start = 0
+
+    def draw(self, num_tokens: int) -> list[int]:
+        self._start = (self._start + self._STEP) % (len(self._token_ids) - num_tokens)
+        return self._token_ids[self._start : self._start + num_tokens]
+
+
+class RandomPrompts:
+    """Random ids."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._generator = random.Random(seed)
@@ -71,7 +103,7 @@ class PromptSource:
         return [self._generator.randrange(3, self._vocab_size) for _ in range(num_tokens)]
 
 
-def measure_once(client: CompletionClient, prompts: PromptSource) -> Figures:
+def measure_once(client: CompletionClient, prompts: Prompts) -> Figures:
     return Figures(
         decode_tokens_per_s=decode_rate(client, prompts),
         concurrent_tokens_per_s=concurrent_rate(
@@ -81,7 +113,7 @@ def measure_once(client: CompletionClient, prompts: PromptSource) -> Figures:
     )
 
 
-def decode_rate(client: CompletionClient, prompts: PromptSource) -> float:
+def decode_rate(client: CompletionClient, prompts: Prompts) -> float:
     """Tokens per second of one request after its first token.
 
     Taken as a difference of two whole requests: on few CPUs a busy API server hands several
@@ -122,14 +154,13 @@ def first_token_seconds(client: CompletionClient, prompt: Sequence[int]) -> floa
 
 def run_rounds(args: argparse.Namespace, model: Path) -> dict[str, list[Figures]]:
     """One measurement of each server per round, in the same order of rounds."""
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    prompts = PromptSource(vocab_size, args.seed)
     results: dict[str, list[Figures]] = {name: [] for name in SERVERS}
     with contextlib.ExitStack() as stack:
         servers = {}
         for name, flags in SERVERS.items():
             print(f"starting {name}", file=sys.stderr, flush=True)
             server = stack.enter_context(make_server(args, model, name, flags))
+            prompts = prompts_for(args, model, CompletionClient(server.base_url))
             # Twice: a first request of a shape is slower.
             for _ in range(2):
                 measure_once(CompletionClient(server.base_url), prompts)
@@ -143,7 +174,15 @@ def run_rounds(args: argparse.Namespace, model: Path) -> dict[str, list[Figures]
     return results
 
 
-def measure_paused(server: VllmServer, prompts: PromptSource) -> Figures:
+def prompts_for(args: argparse.Namespace, model: Path, client: CompletionClient) -> Prompts:
+    heldout = model / "heldout.txt"
+    if heldout.is_file() and not args.random_prompts:
+        return TextPrompts(client.tokenize(heldout.read_text(), add_special_tokens=False))
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    return RandomPrompts(vocab_size, args.seed)
+
+
+def measure_paused(server: VllmServer, prompts: Prompts) -> Figures:
     """One measurement of a paused server."""
     server.resume()
     client = CompletionClient(server.base_url)
@@ -205,7 +244,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="DeepSeek model folder (default: the demo's)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each server")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--random-prompts", action="store_true", help="random ids, not text")
+    parser.add_argument("--seed", type=int, default=0, help="of random prompts")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
 

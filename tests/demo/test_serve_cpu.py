@@ -39,7 +39,7 @@ def test_decode_rate_leaves_the_prompt_out(
 ) -> None:
     client = TimedClient()
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: client.now_seconds)
-    rate = benchmark.decode_rate(client, benchmark.PromptSource(2048, 0))
+    rate = benchmark.decode_rate(client, benchmark.RandomPrompts(2048, 0))
     assert rate == pytest.approx(100)
 
 
@@ -53,10 +53,21 @@ def test_missing_tokens_are_an_error(benchmark: ModuleType) -> None:
 
 
 def test_prompts_are_never_repeated(benchmark: ModuleType) -> None:
-    prompts = benchmark.PromptSource(2048, 0)
+    prompts = benchmark.RandomPrompts(2048, 0)
     drawn = [tuple(prompts.draw(32)) for _ in range(50)]
     assert len(set(drawn)) == len(drawn)
     assert all(3 <= token_id < 2048 for prompt in drawn for token_id in prompt)
+
+
+def test_text_prompts_are_pieces_of_the_text(benchmark: ModuleType) -> None:
+    text = list(range(3000))
+    prompts = benchmark.TextPrompts(text)
+    starts = [prompts.draw(32)[0] for _ in range(80)]
+    assert len(set(starts)) == len(starts)
+    piece = prompts.draw(512)
+    assert piece == text[piece[0] : piece[0] + 512]
+    with pytest.raises(ValueError, match="--random-prompts"):
+        benchmark.TextPrompts(text[:512])
 
 
 def test_a_measurement_of_a_paused_server(
@@ -64,7 +75,7 @@ def test_a_measurement_of_a_paused_server(
 ) -> None:
     with make_server() as server:
         server.pause()
-        figures = benchmark.measure_paused(server, benchmark.PromptSource(2048, 0))
+        figures = benchmark.measure_paused(server, benchmark.RandomPrompts(2048, 0))
         assert figures.concurrent_tokens_per_s > 0
         assert figures.first_token_ms > 0
         assert server._process is not None
