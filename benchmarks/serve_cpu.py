@@ -1,12 +1,13 @@
 """Speed of two static-ep ranks against two stock ranks, on CPU, with real servers in turn.
 
-    python benchmarks/serve_cpu.py [--rounds N] [--dtype bfloat16] [--json]
+    python benchmarks/serve_cpu.py [--rounds N] [--wide] [--dtype bfloat16] [--json]
 
 All servers are up at once, and all but the one that is measured are paused: a round of all of
 them takes seconds, so that a drift of the machine meets them alike. Figures are medians over the
 rounds, ratios are medians of each round's ratio to stock. Without --model it takes the demo's
 model from .cache, made if need be. Prompts are pieces of the text that such a model keeps for
-tests, since routing follows the text; --random-prompts draws ids instead.
+tests, since routing follows the text; --random-prompts draws ids instead. --wide serves about
+300 M random parameters, where the experts' products take most of the time.
 """
 
 import argparse
@@ -39,11 +40,21 @@ SERVERS = {
     "static-ep -dp 2": ("--moe-backend", "static-ep", "-dp", "2", "--enable-expert-parallel"),
 }
 
-MAX_MODEL_LEN = 1024
-LONG_PROMPT = 512
+MAX_MODEL_LEN = 1280
 SHORT_PROMPT = 32
 NUM_NEW_TOKENS = 128
-NUM_CONCURRENT = 8
+
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+"""In place of the model's own sizes: 3 MoE layers of 100 M parameters."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +63,17 @@ class Figures:
 
     Attributes:
         decode_tokens_per_s: of one request, after its first token.
-        concurrent_tokens_per_s: of 8 requests at once, prompts included.
-        first_token_ms: time to the first token after a prompt of 512 tokens.
+        of_8_tokens_per_s: of 8 requests at once, prompts included.
+        of_32_tokens_per_s: of 32 requests at once.
+        first_token_512_ms: time to the first token after a prompt of 512 tokens.
+        first_token_1024_ms: after a prompt of 1024.
     """
 
     decode_tokens_per_s: float
-    concurrent_tokens_per_s: float
-    first_token_ms: float
+    of_8_tokens_per_s: float
+    of_32_tokens_per_s: float
+    first_token_512_ms: float
+    first_token_1024_ms: float
 
 
 class Prompts(Protocol):
@@ -71,17 +86,17 @@ class TextPrompts:
     """Pieces of a text; each starts elsewhere, so that no piece repeats soon.
 
     Raises:
-        ValueError: the text is shorter than a prompt.
+        ValueError: the text is too short.
     """
 
     # No divisor of a usual length: the starts wander over the whole text.
     _STEP = 37
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        if len(token_ids) <= LONG_PROMPT:
+        if len(token_ids) < MAX_MODEL_LEN:
             raise ValueError(
-                f"Prompts of {LONG_PROMPT} tokens need a longer text, found {len(token_ids)} "
-                "tokens: use --random-prompts."
+                f"Prompts need a text of {MAX_MODEL_LEN} tokens or more, found {len(token_ids)}: "
+                "use --random-prompts."
             )
         self._token_ids = list(token_ids)
         self._start = 0
@@ -106,10 +121,10 @@ class RandomPrompts:
 def measure_once(client: CompletionClient, prompts: Prompts) -> Figures:
     return Figures(
         decode_tokens_per_s=decode_rate(client, prompts),
-        concurrent_tokens_per_s=concurrent_rate(
-            client, [prompts.draw(SHORT_PROMPT) for _ in range(NUM_CONCURRENT)]
-        ),
-        first_token_ms=first_token_seconds(client, prompts.draw(LONG_PROMPT)) * 1e3,
+        of_8_tokens_per_s=concurrent_rate(client, prompts, 8),
+        of_32_tokens_per_s=concurrent_rate(client, prompts, 32),
+        first_token_512_ms=first_token_seconds(client, prompts.draw(512)) * 1e3,
+        first_token_1024_ms=first_token_seconds(client, prompts.draw(1024)) * 1e3,
     )
 
 
@@ -133,15 +148,16 @@ def completion_seconds(client: CompletionClient, prompt: Sequence[int], num_toke
     return seconds
 
 
-def concurrent_rate(client: CompletionClient, prompts: Sequence[Sequence[int]]) -> float:
+def concurrent_rate(client: CompletionClient, prompts: Prompts, num_requests: int) -> float:
     """Tokens per second of all requests together."""
+    drawn = [prompts.draw(SHORT_PROMPT) for _ in range(num_requests)]
 
     def complete(prompt: Sequence[int]) -> int:
         return len(client.complete(prompt, NUM_NEW_TOKENS, ignore_eos=True).token_ids)
 
-    with ThreadPoolExecutor(len(prompts)) as pool:
+    with ThreadPoolExecutor(num_requests) as pool:
         began = time.monotonic()
-        num_tokens = sum(pool.map(complete, prompts))
+        num_tokens = sum(pool.map(complete, drawn))
         return num_tokens / (time.monotonic() - began)
 
 
@@ -195,7 +211,9 @@ def measure_paused(server: VllmServer, prompts: Prompts) -> Figures:
 def make_server(
     args: argparse.Namespace, model: Path, name: str, flags: Sequence[str]
 ) -> VllmServer:
-    common = ("--dtype", args.dtype, "--max-model-len", str(MAX_MODEL_LEN))
+    common = ["--dtype", args.dtype, "--max-model-len", str(MAX_MODEL_LEN)]
+    if args.wide:
+        common += ["--load-format", "dummy", "--hf-overrides", json.dumps(WIDE)]
     return VllmServer(
         (vllm_program(), "serve", str(model), *common, "--no-enable-prefix-caching", *flags),
         CACHE / "logs" / f"bench-{name.replace(' ', '-')}.log",
@@ -231,11 +249,11 @@ def versions() -> dict[str, str]:
 def table(results: Mapping[str, Sequence[Figures]]) -> str:
     """One line per server; in brackets the ratio to stock."""
     ratios = ratios_to_stock(results)
-    lines = [f"{'':18}" + "".join(f"{field.name:>32}" for field in fields(Figures))]
+    lines = [f"{'':18}" + "".join(f"{field.name:>24}" for field in fields(Figures))]
     for server, rows in results.items():
         pairs = zip(astuple(medians(rows)), astuple(ratios[server]), strict=True)
         cells = (f"{value:.1f} ({ratio:.3f})" for value, ratio in pairs)
-        lines.append(f"{server:18}" + "".join(f"{cell:>32}" for cell in cells))
+        lines.append(f"{server:18}" + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -244,6 +262,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="DeepSeek model folder (default: the demo's)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each server")
+    parser.add_argument("--wide", action="store_true", help="300 M random parameters")
     parser.add_argument("--random-prompts", action="store_true", help="random ids, not text")
     parser.add_argument("--seed", type=int, default=0, help="of random prompts")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

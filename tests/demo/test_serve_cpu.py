@@ -76,8 +76,8 @@ def test_a_measurement_of_a_paused_server(
     with make_server() as server:
         server.pause()
         figures = benchmark.measure_paused(server, benchmark.RandomPrompts(2048, 0))
-        assert figures.concurrent_tokens_per_s > 0
-        assert figures.first_token_ms > 0
+        assert figures.of_32_tokens_per_s > 0
+        assert figures.first_token_1024_ms > 0
         assert server._process is not None
         wait_until_stopped(server._process.pid)
 
@@ -91,14 +91,18 @@ def wait_until_stopped(pid: int) -> None:
 
 def test_ratios_are_taken_within_a_round(benchmark: ModuleType) -> None:
     results = {
-        benchmark.STOCK: [benchmark.Figures(x, x, x) for x in (100.0, 10.0, 40.0)],
-        "static-ep": [benchmark.Figures(x, 2 * x, x / 2) for x in (100.0, 20.0, 40.0)],
+        benchmark.STOCK: [benchmark.Figures(x, x, x, x, x) for x in (100.0, 10.0, 40.0)],
+        "static-ep": [benchmark.Figures(x, 2 * x, x / 2, x, x) for x in (100.0, 20.0, 40.0)],
     }
-    assert benchmark.ratios_to_stock(results)["static-ep"] == benchmark.Figures(1.0, 2.0, 0.5)
+    assert benchmark.ratios_to_stock(results)["static-ep"] == benchmark.Figures(
+        1.0, 2.0, 0.5, 1.0, 1.0
+    )
     last = benchmark.table(results).splitlines()[-1]
-    assert last.split()[1:] == ["40.0", "(1.000)", "80.0", "(2.000)", "20.0", "(0.500)"]
+    assert last.split()[1:7] == ["40.0", "(1.000)", "80.0", "(2.000)", "20.0", "(0.500)"]
 
 
 def test_medians_are_per_figure(benchmark: ModuleType) -> None:
-    rows = [benchmark.Figures(*values) for values in ((1.0, 9.0, 5.0), (3.0, 7.0, 4.0), (2, 8, 6))]
-    assert benchmark.medians(rows) == benchmark.Figures(2, 8.0, 5.0)
+    rows = [
+        benchmark.Figures(*values) for values in ((1, 9, 5, 0, 1), (3, 7, 4, 0, 2), (2, 8, 6, 0, 9))
+    ]
+    assert benchmark.medians(rows) == benchmark.Figures(2, 8, 5, 0, 2)
