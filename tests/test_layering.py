@@ -27,6 +27,7 @@ LEVELS = {
     "vllm_moe_ep.deepgemm": 2,
     "vllm_moe_ep.layers": 3,
     "vllm_moe_ep.adapters": 4,
+    "vllm_moe_ep.bench": 4,
     "vllm_moe_ep.cli": 4,
     "vllm_moe_ep.demo": 4,
     "vllm_moe_ep.plan": 4,

@@ -28,6 +28,11 @@ COMMANDS = (
         "estimate memory, weight traffic and collective latency of a model on given ranks",
     ),
     Command(
+        "bench",
+        "vllm_moe_ep.bench.cli",
+        "time one MoE layer's experts here, ours beside vLLM's own",
+    ),
+    Command(
         "make-model",
         "vllm_moe_ep.make_model.cli",
         "write a small DeepSeek-V3 or V4 model for demos and tests",

@@ -1,0 +1,1 @@
+"""One MoE layer's routed experts, measured: our ways beside the engine's own."""
