@@ -1,6 +1,7 @@
 """DeepSeek's real MoE class on the CUDA layer, with the GPU's kernels replaced by loops on CPU."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.adapters.test_moe_factory import LAYER, build, expected_output, exper
 from tests.deepgemm.fake_psum_kernels import fake_psum_bundle
 from vllm_moe_ep.adapters.vllm import cuda_experts, cuda_method, cuda_warmup
 from vllm_moe_ep.adapters.vllm.cuda_warmup import warmup_rows
+from vllm_moe_ep.deepgemm.hopper_experts import HopperWeights
 from vllm_moe_ep.deepgemm.row_kernels import load_row_kernels
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.quant.cast import dequantise, quantise
@@ -137,6 +139,21 @@ def test_formats(quant_config: Any, dtype: torch.dtype, said: str | None) -> Non
     reason = cuda_method.format_refusal(quant_config, dtype, "a.experts")
     assert (reason is None) == (said is None)
     assert said is None or said in str(reason)
+
+
+@pytest.mark.parametrize(("path", "limit"), [("auto", 7.0), ("engine", 7.0), ("engine", None)])
+def test_the_engine_s_kernel_gets_no_layer_with_a_clamp(
+    fake_cuda: list[str], path: str, limit: float | None
+) -> None:
+    settings = SimpleNamespace(cuda_path=path)
+    layer = SimpleNamespace(settings=settings, swiglu_limit=limit, layer_name="model.layers.3")
+    weights = HopperWeights(torch.empty(1, 256, 128), torch.empty(1, 128, 128))
+    if path == "engine" and limit is not None:
+        with pytest.raises(UnsupportedError, match="model.layers.3 clamps .* at 7.0"):
+            cuda_experts.entries_for(layer, weights)
+        return
+    paths = {entry.path for entry in cuda_experts.entries_for(layer, weights)}
+    assert paths == {"engine" if limit is None else "deepgemm"}
 
 
 def test_settings_of_the_cpu_layer_are_refused(

@@ -37,6 +37,10 @@ def _numbers(weight: Tensor | ScaledWeight, expert: int) -> Tensor:
 def relative_error(way: Way, weights: HopperWeights, tokens: RoutedTokens) -> float:
     """|output - answer| / |answer| over the first rows of the step."""
     output = way(tokens)[:_CHECKED_ROWS].float()
-    parts = (tokens.hidden_states, tokens.topk_ids, tokens.topk_weights)
-    answer = expected(weights, RoutedTokens(*(part[:_CHECKED_ROWS] for part in parts)))
+    first = RoutedTokens(
+        tokens.hidden_states[:_CHECKED_ROWS],
+        tokens.topk_ids[:_CHECKED_ROWS],
+        tokens.topk_weights[:_CHECKED_ROWS],
+    )
+    answer = expected(weights, first)
     return float((output - answer).norm() / answer.norm())

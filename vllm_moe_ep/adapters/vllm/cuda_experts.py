@@ -18,6 +18,7 @@ from vllm_moe_ep.deepgemm.path_table import TABLE, Entry, only, with_alignment
 from vllm_moe_ep.deepgemm.row_kernels import load_row_kernels
 from vllm_moe_ep.deepgemm.symbols import SET_ALIGNMENT
 from vllm_moe_ep.deepgemm.weight_scales import ScaledWeight, prepare_fp8_weight
+from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.layers.kernel_ep import KernelEPLayer
 from vllm_moe_ep.stages import RoutedTokens
 
@@ -72,11 +73,21 @@ def _scaled(layer: Any, parameter: str) -> ScaledWeight:
 
 
 def entries_for(layer: Any, weights: HopperWeights) -> tuple[Entry, ...]:
-    """The table of this format under the settings, as far as the library allows."""
+    """The table of this format under the settings, as far as the library allows.
+
+    Raises:
+        UnsupportedError: the engine's kernel alone is asked for, on a layer with a clamp.
+    """
     entries = TABLE["fp8" if weights.is_fp8 else "bf16"]
     path = layer.settings.cuda_path
     if layer.swiglu_limit is not None:
         # The engine's kernel of small steps is told of no clamp.
+        if path == "engine":
+            raise UnsupportedError(
+                f"VLLM_MOE_EP_CUDA_PATH=engine: {layer.layer_name} clamps its activations "
+                f"at {layer.swiglu_limit}, which static-ep does on DeepGEMM only: use auto or "
+                "deepgemm."
+            )
         path = "deepgemm"
     if path != "auto":
         entries = only(path, entries)

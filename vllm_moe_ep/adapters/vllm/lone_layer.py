@@ -79,17 +79,23 @@ def deep_gemm_experts(config: FusedMoEConfig, weights: HopperWeights) -> Experts
         make_moe_prepare_and_finalize_no_dp_ep(False), DeepGemmExperts(config, quant)
     )
     w13, w2 = weights.tensors
-    return lambda tokens: kernel.apply(
-        hidden_states=tokens.hidden_states,
-        w1=w13,
-        w2=w2,
-        topk_weights=tokens.topk_weights,
-        topk_ids=tokens.topk_ids,
-        activation=MoEActivation.SILU,
-        global_num_experts=w13.shape[0],
-        expert_map=None,
-        apply_router_weight_on_input=False,
-    )
+
+    def compute(tokens: RoutedTokens) -> Tensor:
+        output = kernel.apply(
+            hidden_states=tokens.hidden_states,
+            w1=w13,
+            w2=w2,
+            topk_weights=tokens.topk_weights,
+            topk_ids=tokens.topk_ids,
+            activation=MoEActivation.SILU,
+            global_num_experts=w13.shape[0],
+            expert_map=None,
+            apply_router_weight_on_input=False,
+        )
+        assert isinstance(output, Tensor), "nothing asked for a deferred combine"
+        return output
+
+    return compute
 
 
 def packed_cpu_experts(config: MoEConfig, weights: HopperWeights) -> Any | None:
