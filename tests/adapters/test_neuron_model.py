@@ -61,10 +61,11 @@ def _fixture() -> Fixture:
 
 
 def test_a_model_is_served_by_the_kernels_without_a_call(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "vllm.vllm_moe_ep")
     runner = make_runner(make_config(MODEL, **OURS))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO)
     runner.load_model()
     layer = "DeepSeek MoE layers with the static-shape EP layer (NKI kernels)"
     assert f"replaced 2 of 2 {layer}" in caplog.text
@@ -120,8 +121,9 @@ def test_a_layer_that_cannot_be_taken_is_named(
     if when == "built":
         return  # the stand-in cannot load such a layer
     monkeypatch.setenv("VLLM_MOE_EP_ALLOW_STOCK", "1")
-    caplog.set_level(logging.INFO, "vllm.vllm_moe_ep")
     runner = make_runner(make_config(MODEL, **OURS))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO)
     runner.load_model()
     assert "replaced 1 of 2" in caplog.text
     assert f"as allowed: layers.1.routed_experts: a weight holds fp8 {reason}" in caplog.text
@@ -152,10 +154,11 @@ def test_a_model_that_was_loaded_elsewhere_is_refused(
 
 
 def test_a_version_without_the_hooked_methods_is_reported(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm_moe_ep.adapters.vllm import neuron_model
 
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     neuron_model.hook_runner(importlib.import_module(EXPERTS))
     assert "has no method load_model" in caplog.text
 
