@@ -91,7 +91,7 @@ def _kernel_lines(
     """Per form of the weights: the bound of each engine, the critical one, and a step."""
     yield "NKI expert kernels, bounds by counts of their emulator (none is a measurement):"
     if not kernels:
-        yield f"  none for {model.expert_format} experts: bandwidth and operations alone are counted"
+        yield f"  none for {model.expert_format} experts: only bandwidth and operations count"
     hit = costs.computed_experts(model, spread, num_rows, "gated")
     for cost in kernels:
         if cost.refusal is not None:
