@@ -1,5 +1,8 @@
 """Platform detection: what is chosen and why, and refusals that say what to do."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from vllm_moe_ep import hardware
@@ -21,13 +24,41 @@ def test_cpu_is_chosen_when_no_device_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert "CPU host mode" in hardware.require_layer(found)
 
 
-def test_neuron_comes_before_cuda_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_has_neuron", lambda: True)
+def _install(monkeypatch: pytest.MonkeyPatch, folder: Path, *packages: str) -> None:
+    """Only these of Neuron's packages can be imported."""
+    for name in ("torch_neuronx", "nki", "vllm_neuron"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in packages:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_neuron_is_found_by_package_and_device_and_comes_before_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    devices: list[str] = []
+    monkeypatch.setattr(hardware.glob, "glob", lambda pattern: devices)
+    monkeypatch.setattr(hardware, "_has_cuda", lambda: False)
+    _install(monkeypatch, tmp_path, "torch_neuronx", "nki", "vllm_neuron")
+    assert hardware.probe().kind == "cpu", "the package alone"
+    devices.append("/dev/neuron0")
     monkeypatch.setattr(hardware, "_has_cuda", lambda: True)
+    hardware.probe.cache_clear()
     found = hardware.probe()
     assert found.kind == "neuron"
-    with pytest.raises(UnsupportedError, match="another --moe-backend"):
-        hardware.require_layer(found)
+    assert hardware.require_layer(found) == "the static-shape EP layer (NKI kernels)"
+
+
+@pytest.mark.parametrize("installed", [("nki",), ("vllm_neuron",)])
+def test_neuron_without_what_the_layer_builds_on_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: tuple[str, ...]
+) -> None:
+    _install(monkeypatch, tmp_path, *installed)
+    missing = {"nki", "vllm_neuron"} - set(installed)
+    with pytest.raises(UnsupportedError, match=f"does not find {missing.pop()}: install") as error:
+        hardware.require_layer(hardware.probe("neuron"))
+    assert "another --moe-backend" in str(error.value)
 
 
 def test_setting_overrides_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

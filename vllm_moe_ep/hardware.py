@@ -12,6 +12,9 @@ from vllm_moe_ep.cuda_devices import CudaDevice, visible_devices
 from vllm_moe_ep.errors import UnsupportedError
 
 CUDA_LAYER = "the DeepGEMM layer"
+NEURON_LAYER = "the static-shape EP layer (NKI kernels)"
+# AWS's kernel language, and its vLLM platform, whose models the layer is put into.
+_NEURON_PACKAGES = ("nki", "vllm_neuron")
 # Major compute capabilities; support.py of deepgemm decides on each one and format.
 _CUDA_MAJORS = (9, 10)
 
@@ -75,7 +78,7 @@ def _cpu(reason: str) -> Hardware:
 
 
 def _neuron(reason: str) -> Hardware:
-    offers = "NKI kernels that have not run on a device yet (docs/trainium.md); no serving"
+    offers = f"{NEURON_LAYER}, which has not run on a device yet (docs/trainium.md)"
     return Hardware("neuron", "AWS Neuron", None, offers, reason)
 
 
@@ -93,16 +96,31 @@ def require_layer(hardware: Hardware) -> str:
     """The name of the layer that serves on `hardware`.
 
     Raises:
-        UnsupportedError: no layer of this package runs there.
+        UnsupportedError: no layer of this package runs there, or what it builds on is missing.
     """
     if hardware.kind == "cpu":
         return "the static-shape EP layer (CPU host mode)"
     if hardware.kind == "cuda":
         return _require_cuda_layer(hardware)
-    raise UnsupportedError(
-        f"static-ep has no layer for {hardware.device_name} yet ({hardware.reason}): choose "
-        "another --moe-backend (auto is vLLM's default), or serve on CPU."
-    )
+    return _require_neuron_layer(hardware)
+
+
+def _require_neuron_layer(hardware: Hardware) -> str:
+    missing = [name for name in _NEURON_PACKAGES if not _is_installed(name)]
+    if missing:
+        raise UnsupportedError(
+            f"static-ep on {hardware.device_name} ({hardware.reason}) needs the packages "
+            f"{' and '.join(_NEURON_PACKAGES)}, and does not find {' and '.join(missing)}: install "
+            "AWS's Neuron SDK with vllm-neuron (docs/trainium.md), or choose another "
+            "--moe-backend (auto is vLLM's default)."
+        )
+    return NEURON_LAYER
+
+
+def _is_installed(package: str) -> bool:
+    """Whether it is a real package: any folder of that name is found too, but has no origin."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _require_cuda_layer(hardware: Hardware) -> str:

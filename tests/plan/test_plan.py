@@ -81,6 +81,38 @@ def test_plan_of_sharded_tokens_on_other_ranks(
     assert "from figures for 64 ranks: none known for this many" in printed
 
 
+def test_time_of_experts_is_that_of_the_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """V3 at 8 rows is bound by HBM: bytes of one core over its 362.5 GB/s, by hand."""
+    assert _plan(tmp_path, V3) == 0
+    printed = capsys.readouterr().out
+    blocks = 3 * 56 * 16
+    # Codes; scales of fp32, read four times; routing weights of 8 rows on 128 partitions.
+    expert = 3 * 7168 * 2048 // 2 + blocks // 2 * 4 * 4 + 128 * 8 * 4
+    base = 8 * 7168 * (2 + 4) + 4 * 4
+    hit = 4 * (1 - (1 - 8 / 256) ** 8)
+    gated, dense = (58 * (base + number * expert) / 362_500 / 1e3 for number in (hit, 4))
+    assert f"us per hit expert: hbm {expert / 362_500:.1f}, dma" in printed
+    assert f"{hit:.2f} hit experts a layer: {gated:.2f} ms, bound by hbm" in printed
+    experts = {line.split()[0]: line for line in printed.splitlines() if "; experts" in line}
+    assert f"experts {gated:8.2f} ms" in experts["gated"]
+    assert f"experts {dense:8.2f} ms" in experts["dense"]
+
+
+def test_fp4_has_two_forms_and_bf16_no_kernel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plan(tmp_path, {**V3, "expert_dtype": "fp4"}) == 0
+    printed = capsys.readouterr().out
+    assert "FP4, unpacked on the chip: us per hit expert" in printed
+    assert "bound by vector" in printed and "bound by hbm" in printed
+    assert _plan(tmp_path, {**V3, "quantization_config": None}) == 0
+    assert "none for bf16 experts" in capsys.readouterr().out
+    assert _plan(tmp_path, V3, "--batch", "129") == 0
+    assert "fp8: none, 129 rows are more than 128" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [

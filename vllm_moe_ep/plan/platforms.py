@@ -14,6 +14,7 @@ class Platform:
         flat_collective_s, hierarchical_collective_s: duration of a small collective.
         collective_ranks: number of ranks at which these two were measured.
         device_size: ranks that share a device.
+        has_nki_kernels: whether experts run on the NKI kernels.
     """
 
     memory_bytes: float
@@ -23,6 +24,7 @@ class Platform:
     hierarchical_collective_s: float
     collective_ranks: int
     device_size: int
+    has_nki_kernels: bool
 
 
 _TRN2_RANKS = 4
@@ -37,5 +39,6 @@ PLATFORMS = {
         hierarchical_collective_s=2.01e-3,
         collective_ranks=64,
         device_size=_TRN2_RANKS,
+        has_nki_kernels=True,
     )
 }

@@ -6,9 +6,9 @@ from typing import Any
 from vllm_moe_ep_kernels.nki.api import nisa, nl
 
 _P = 128
-_GROUP = 32
+GROUP = 32
 # Tiles cast at a time: what is live stays small, and instructions stay long.
-_BATCH = 16
+BATCH = 16
 # 240 is 1.875 * 2**7: an abs-max of m * 2**e, 1 <= m < 2, needs the scale 2**(e - 7) while m <=
 # 1.875, else twice that. Added to fp32 bits, this carries into the exponent just then.
 _CARRY_ABOVE_1_875 = 0x0FFFFF
@@ -49,8 +49,8 @@ def cast(fetch: Fetch, num_rows: int, num_blocks: int) -> Any:
     """``fetch(dst, block, blocks, row, rows)`` fills dst [blocks * rows, 128] with fp32 rows."""
     out = nl.ndarray((_P, num_blocks, num_rows), dtype=nl.bfloat16, buffer=nl.sbuf)
     tiles = row_tiles(num_rows, num_blocks)
-    for start in range(0, len(tiles), _BATCH):
-        _cast_batch(fetch, tiles[start : start + _BATCH], out)
+    for start in range(0, len(tiles), BATCH):
+        _cast_batch(fetch, tiles[start : start + BATCH], out)
     return out
 
 
@@ -76,7 +76,7 @@ def _cast_batch(fetch: Fetch, tiles: list[tuple[int, int, int, int]], out: Any) 
         nisa.memset(dst=raw, value=0.0, engine=nisa.engine.gpsimd)
     for place, (block, blocks, row, rows) in enumerate(tiles):
         fetch(raw[0 : blocks * rows, place, :], block, blocks, row, rows)
-    kept = _quantise_dequantise(raw.reshape((height, count * _P // _GROUP, _GROUP)))
+    kept = _quantise_dequantise(raw.reshape((height, count * _P // GROUP, GROUP)))
     kept = kept.reshape((height, count, _P))
     for place, (block, blocks, row, rows) in enumerate(tiles):
         turned = nl.ndarray((_P, blocks * rows), dtype=nl.bfloat16, buffer=nl.psum)
@@ -108,7 +108,7 @@ def _quantise_dequantise(raw: Any) -> Any:
 
 
 def _spread(per_group: Any) -> Any:
-    return per_group.expand_dim(2).broadcast(2, _GROUP)
+    return per_group.expand_dim(2).broadcast(2, GROUP)
 
 
 def _power_of_two_scales(amax: Any) -> tuple[Any, Any]:

@@ -6,10 +6,10 @@ from vllm_moe_ep_kernels.nki.api import nisa, nl
 
 _P = 128
 # Up to here scaling several partial sums at once beats one instruction for each.
-_MAX_GROUPED_ROWS = 30
+MAX_GROUPED_ROWS = 30
 # Numbers per partition that one instruction scales: long enough to be worth its fixed cost, and
 # short, since what the last step adds up is as long.
-_GROUP = 128
+SCALED_AT_ONCE = 128
 
 
 def add_product(total: Any, weight: Any, rows: Any, scale: Any) -> None:
@@ -23,10 +23,10 @@ def add_product(total: Any, weight: Any, rows: Any, scale: Any) -> None:
     """
     num_rows, units = rows.shape[2], scale.shape[1]
     per_block = units // rows.shape[1]
-    if num_rows > _MAX_GROUPED_ROWS:
+    if num_rows > MAX_GROUPED_ROWS:
         _add_one_by_one(total, weight, rows, scale)
         return
-    step = min(units, _GROUP // num_rows)
+    step = min(units, SCALED_AT_ONCE // num_rows)
     gathered = nl.ndarray((_P, step, num_rows), dtype=nl.float32, buffer=nl.sbuf)
     for start in range(0, units, step):
         count = min(step, units - start)

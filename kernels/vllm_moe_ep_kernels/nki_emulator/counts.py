@@ -1,6 +1,7 @@
 """What a run cost: bytes, transfers, and cycles per engine of one core."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_moe_ep_kernels.nki_emulator import trainium2
@@ -74,17 +75,21 @@ class Counts:
 
     def bounds_us(self) -> dict[str, float]:
         """Least time of each resource in microseconds: nothing waits, nothing stalls."""
-        moved = self.bytes_read() + self.bytes_written()
-        bounds = {
-            "hbm": moved / trainium2.HBM_BYTES_PER_US,
-            "dma": moved / trainium2.DMA_BYTES_PER_US,
-        }
-        for engine, rate in trainium2.CYCLES_PER_US.items():
-            bounds[engine] = self.cycles[engine] / rate
-        return bounds
+        return bounds_us(self.bytes_read() + self.bytes_written(), self.cycles)
 
     def critical(self) -> tuple[str, float]:
         """The resource with the largest bound, and that bound in microseconds."""
         bounds = self.bounds_us()
         name = max(bounds, key=lambda resource: bounds[resource])
         return name, bounds[name]
+
+
+def bounds_us(hbm_bytes: int, cycles: Mapping[str, float]) -> dict[str, float]:
+    """Least time of each resource of one core, in microseconds."""
+    bounds = {
+        "hbm": hbm_bytes / trainium2.HBM_BYTES_PER_US,
+        "dma": hbm_bytes / trainium2.DMA_BYTES_PER_US,
+    }
+    for engine, rate in trainium2.CYCLES_PER_US.items():
+        bounds[engine] = cycles[engine] / rate
+    return bounds

@@ -13,44 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm_moe_ep.adapters.neuron.expert_weights import ExpertWeights, prepared
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep_kernels.nki.experts import MAX_ROWS
-from vllm_moe_ep_kernels.nki.linears import NkiLinears
-from vllm_moe_ep_kernels.nki.ops import nki_gated_experts
-from vllm_moe_ep_kernels.nki.prepare import BLOCK, PreparedWeight
 
 CLASS_NAME = "DeepseekV4RoutedExperts"
 _FORWARD = ["self", "hidden_states", "expert_affinities", "expert_index", "is_prefill"]
 _WEIGHTS = "moe_ep_weights"
 _SWAPPED = "_moe_ep_swapped"
-# The first code that this fp8 format reads as infinity or NaN.
-_FIRST_SPECIAL = 0x78
-
-
-class ExpertWeights(nn.Module):
-    """One rank's experts in the kernels' layout, as buffers that follow the model's device."""
-
-    def __init__(self, w13: PreparedWeight, w2: PreparedWeight, num_cores: int) -> None:
-        super().__init__()
-        self.num_cores = num_cores
-        for name, weight in (("w13", w13), ("w2", w2)):
-            for part in ("codes", "scales"):
-                tensor = torch.from_numpy(getattr(weight, part))
-                self.register_buffer(f"{name}_{part}", tensor, persistent=False)
-
-    def forward(self, rows: Tensor, row_weight: Tensor, swiglu_limit: float) -> Tensor:
-        """fp32 [rows, hidden_size]; an expert whose row_weight [experts, rows] is 0 is not read."""
-        flags = (row_weight != 0).any(dim=1).to(torch.int32)[None]
-        weights = (self.w13_codes, self.w13_scales, self.w2_codes, self.w2_scales)
-        static = (False, max(swiglu_limit, 0.0), self.num_cores)
-        return nki_gated_experts(rows, *weights, row_weight, flags, *static)
 
 
 def swap_routed_experts(module: ModuleType) -> None:
     """Wrap the class's forward: decode steps take the kernel, all others the original.
 
-    Call it once ``vllm_neuron.model.deepseek_v4.moe`` is imported, and ``prepare_model`` after
-    the weights are loaded. A second call changes nothing.
+    Call it once ``vllm_neuron.model.deepseek_v4.moe`` is imported, and ``prepare_experts`` for
+    each module whose weights are loaded; until then a module runs as before. A second call changes
+    nothing.
 
     Raises:
         UnsupportedError: the class is missing, or its forward takes other arguments.
@@ -70,19 +48,27 @@ def swap_routed_experts(module: ModuleType) -> None:
     setattr(experts, _SWAPPED, True)
 
 
-def prepare_model(model: nn.Module, num_cores: int = 2) -> int:
-    """Lay out the weights of every routed-experts module, once they are loaded on the CPU.
+def swapped_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The routed-experts modules whose class was wrapped, by their names in the model."""
+    return {
+        name: part for name, part in model.named_modules() if getattr(type(part), _SWAPPED, False)
+    }
 
-    Returns:
-        how many modules were prepared.
+
+def prepare_experts(experts: nn.Module) -> ExpertWeights:
+    """Lay out a module's loaded weights: from then on its decode steps take the kernel.
 
     Raises:
         UnsupportedError: a size has no kernel, or a weight holds no finite fp8 number.
     """
-    found = [part for part in model.modules() if getattr(type(part), _SWAPPED, False)]
-    for part in found:
-        setattr(part, _WEIGHTS, _prepared(part, num_cores))
-    return len(found)
+    weights = prepared(experts)
+    setattr(experts, _WEIGHTS, weights)
+    return weights
+
+
+def is_prepared(experts: nn.Module) -> bool:
+    """Whether a module's decode steps take the kernel."""
+    return hasattr(experts, _WEIGHTS)
 
 
 def _wrapped(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -111,37 +97,3 @@ def _local_weights(experts: Any, affinities: Tensor) -> Tensor:
     places = torch.arange(count, device=affinities.device)
     ids = experts.ep_rank_buf.view(1).to(places.dtype) * count + places
     return affinities.to(torch.float32).index_select(1, ids).t().contiguous()
-
-
-def _prepared(experts: Any, num_cores: int) -> ExpertWeights:
-    gate_up = torch.cat([_rows(experts.w1_weight), _rows(experts.w3_weight)], dim=1)
-    gate_up_scale = torch.cat([experts.w1_scale, experts.w3_scale], dim=1)
-    linears = NkiLinears(num_cores)
-    try:
-        w13 = linears.lay_out(
-            gate_up, _per_block(gate_up_scale, gate_up), (1, BLOCK), is_interleaved=True
-        )
-        down = _rows(experts.w2_weight)
-        w2 = linears.lay_out(
-            down, _per_block(experts.w2_scale, down), (1, BLOCK), k_parts=num_cores
-        )
-    except ValueError as error:
-        raise UnsupportedError(f"{CLASS_NAME}: {error}") from error
-    return ExpertWeights(w13, w2, num_cores)
-
-
-def _rows(weight: Tensor) -> Tensor:
-    """[experts, in, out] -> float8 [experts, out, in]."""
-    codes = weight.detach().view(torch.uint8).transpose(1, 2).contiguous()
-    if (codes & 0x7F >= _FIRST_SPECIAL).any():
-        raise UnsupportedError(
-            f"{CLASS_NAME}: a weight holds fp8 codes above 240, which Trainium2 reads as infinity "
-            "or NaN: it was not converted by vllm-neuron's loader."
-        )
-    return codes.view(torch.float8_e4m3fn)
-
-
-def _per_block(scale: Tensor, rows: Tensor) -> Tensor:
-    """A channel's scale, once for each 128 columns."""
-    num_blocks = rows.shape[2] // BLOCK
-    return scale.detach().to(torch.float32)[:, :, None].expand(-1, -1, num_blocks).contiguous()

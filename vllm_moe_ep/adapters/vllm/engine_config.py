@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_moe_ep import BACKEND_NAME, __version__
-from vllm_moe_ep.adapters.vllm import backend_name
+from vllm_moe_ep.adapters.vllm import backend_name, neuron_config
 from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.deepgemm.library import check_deep_gemm
@@ -104,6 +104,8 @@ def prepare(vllm_config: Any) -> None:
     require_layer(hardware)
     if hardware.kind == "cuda":
         _check_cuda(settings)
+    if hardware.kind == "neuron":
+        neuron_config.check(vllm_config, settings)
     log_choice(hardware)
     ep_config_of(settings)
     vllm_config.kernel_config.moe_backend = BACKEND_NAME

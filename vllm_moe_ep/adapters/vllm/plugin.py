@@ -1,5 +1,7 @@
 """Install every hook, in order. Each hook waits for its vLLM module to be imported."""
 
+from types import ModuleType
+
 from vllm_moe_ep.adapters.vllm.import_hooks import when_imported
 
 _installed = False
@@ -18,7 +20,13 @@ def install() -> None:
     when_imported("vllm.model_executor.models.deepseek_v2", _hook_deepseek)
     when_imported("vllm.models.deepseek_v4.cpu.model", _hook_deepseek_v4)
     when_imported("vllm.model_executor.model_loader.base_loader", _hook_loader)
+    _install_neuron()
     _install_cures()
+
+
+def _install_neuron() -> None:
+    when_imported("vllm_neuron.vllm.worker.neuron_model_runner", _hook_neuron_runner)
+    when_imported("vllm_neuron.model.deepseek_v4.model", _hook_neuron_model)
 
 
 def _install_cures() -> None:
@@ -71,6 +79,18 @@ def _hook_loader(module: object) -> None:
     from vllm_moe_ep.adapters.vllm import load_report
 
     load_report.hook_model_loader()
+
+
+def _hook_neuron_runner(module: ModuleType) -> None:
+    from vllm_moe_ep.adapters.vllm import neuron_model
+
+    neuron_model.hook_runner(module)
+
+
+def _hook_neuron_model(module: ModuleType) -> None:
+    from vllm_moe_ep.adapters.vllm import neuron_model
+
+    neuron_model.hook_model(module)
 
 
 def _hook_fp8_kernel(module: object) -> None:

@@ -1,0 +1,179 @@
+"""What the kernel ``gated_experts`` costs on Trainium2, from sizes alone.
+
+The formulas count the kernel's instructions as the emulator does, one core's, and must give its
+numbers exactly; the tests compare the two. Figures of the chip are those of the emulator.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from vllm_moe_ep_kernels.nki.cast import BATCH, GROUP, row_tiles
+from vllm_moe_ep_kernels.nki.experts import MAX_ROWS
+from vllm_moe_ep_kernels.nki.prepare import BLOCK, panel_blocks, why_not
+from vllm_moe_ep_kernels.nki.product import MAX_GROUPED_ROWS, SCALED_AT_ONCE
+from vllm_moe_ep_kernels.nki_emulator import trainium2
+from vllm_moe_ep_kernels.nki_emulator.counts import bounds_us
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How a weight lies in memory.
+
+    Attributes:
+        is_fp4: packed FP4, else fp8.
+        columns_per_scale: 32 or 128.
+        is_scale_per_row: else one per 128 rows, in fp32.
+        scale_bytes: of a scale per row: 1 for UE8M0, 4 for fp32.
+    """
+
+    is_fp4: bool
+    columns_per_scale: int
+    is_scale_per_row: bool
+    scale_bytes: int = _FP32_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Sizes of a call; numbers of a rank whose logical core has ``num_cores`` cores."""
+
+    num_rows: int
+    hidden_size: int
+    moe_intermediate_size: int
+    swiglu_limit: float = 0.0
+    row_bytes: int = 2
+    num_cores: int = 2
+
+
+class Tally:
+    """One core's HBM bytes, and cycles per engine."""
+
+    def __init__(self) -> None:
+        self.hbm_bytes = 0
+        self.cycles: Counter[str] = Counter()
+
+    def run(self, engine: str, elements: int, times: int = 1) -> None:
+        """Elementwise instructions over so many elements a partition."""
+        self.cycles[engine] += times * max(elements, trainium2.MIN_CYCLES)
+
+    def multiply(self, columns: int, array_rows: int = BLOCK, times: int = 1) -> None:
+        """Instructions of the tensor engine on a part of its rows."""
+        self.cycles["tensor"] += times * max(columns, trainium2.MIN_CYCLES) * array_rows // BLOCK
+
+    def bounds_us(self) -> dict[str, float]:
+        """As ``Counts.bounds_us``."""
+        return bounds_us(self.hbm_bytes, self.cycles)
+
+
+def refusal(shape: ExpertShape, form: WeightForm) -> str | None:
+    """Why the kernel does not take this call, or None."""
+    if shape.num_rows > MAX_ROWS:
+        return f"{shape.num_rows} rows are more than {MAX_ROWS}"
+    hidden, width, cores = shape.hidden_size, shape.moe_intermediate_size, shape.num_cores
+    return why_not(2 * width, hidden, cores, form.is_fp4) or why_not(
+        hidden, width, cores, form.is_fp4, cores
+    )
+
+
+def base_cost(shape: ExpertShape, num_experts: int) -> Tally:
+    """A call in which no expert is hit: rows cast, flags read, sums stored."""
+    tally, rows, blocks = Tally(), shape.num_rows, shape.hidden_size // BLOCK
+    tally.hbm_bytes += rows * shape.hidden_size * shape.row_bytes
+    _cast(tally, rows, blocks)
+    tally.run("gpsimd", blocks * rows)
+    tally.hbm_bytes += num_experts * _FP32_BYTES
+    tally.run("vector", num_experts)
+    tiles = len(row_tiles(rows, blocks))
+    tally.multiply(trainium2.FP32_TRANSPOSE_PASSES * BLOCK, times=tiles)
+    tally.run("scalar", BLOCK, times=tiles)
+    tally.hbm_bytes += rows * shape.hidden_size * _FP32_BYTES
+    return tally
+
+
+def expert_cost(shape: ExpertShape, form: WeightForm) -> Tally:
+    """What one hit expert adds."""
+    tally, rows = Tally(), shape.num_rows
+    hidden_blocks = shape.hidden_size // BLOCK
+    kept_blocks = shape.moe_intermediate_size // BLOCK // shape.num_cores
+    tally.run("gpsimd", 2 * kept_blocks * rows)
+    _matrix(tally, rows, 2 * kept_blocks, hidden_blocks, 2 * kept_blocks, form)
+    tally.hbm_bytes += BLOCK * rows * _FP32_BYTES
+    _swiglu(tally, rows, kept_blocks, shape.swiglu_limit > 0)
+    tiles = len(row_tiles(rows, kept_blocks))
+    tally.multiply(trainium2.FP32_TRANSPOSE_PASSES * BLOCK, times=tiles)
+    tally.run("scalar", BLOCK, times=tiles)
+    _cast(tally, rows, kept_blocks)
+    _matrix(tally, rows, hidden_blocks, kept_blocks, hidden_blocks // shape.num_cores, form)
+    return tally
+
+
+def _cast(tally: Tally, rows: int, blocks: int) -> None:
+    """``cast`` without its fetches."""
+    tiles = row_tiles(rows, blocks)
+    for start in range(0, len(tiles), BATCH):
+        heights = [blocks * rows for _, blocks, _, rows in tiles[start : start + BATCH]]
+        numbers, groups = len(heights) * BLOCK, len(heights) * BLOCK // GROUP
+        if min(heights) < max(heights):
+            tally.run("gpsimd", numbers)
+        tally.run("vector", numbers, times=4)
+        tally.run("vector", groups, times=6)
+        tally.run("gpsimd", groups)
+        for height in heights:
+            tally.multiply(height)
+            tally.run("scalar", height)
+
+
+def _matrix(
+    tally: Tally, rows: int, blocks: int, k_blocks: int, shared_blocks: int, form: WeightForm
+) -> None:
+    """``add_matrix``: a core's blocks of n; panels are cut by ``shared_blocks``."""
+    per_block = BLOCK // form.columns_per_scale
+    units = k_blocks * per_block
+    _scales(tally, blocks * units, form)
+    tally.hbm_bytes += blocks * k_blocks * BLOCK * BLOCK // (2 if form.is_fp4 else 1)
+    if form.is_fp4:
+        per_panel = panel_blocks(shared_blocks // 2, k_blocks * BLOCK)
+        panels = blocks // 2 // per_panel
+        lanes = per_panel * k_blocks * BLOCK // 4
+        tally.run("vector", lanes, times=3 * panels)
+        tally.run("gpsimd", lanes, times=panels)
+    tally.multiply(rows, form.columns_per_scale, times=blocks * units)
+    for _ in range(blocks):
+        _scaled_sums(tally, rows, units)
+
+
+def _scales(tally: Tally, count: int, form: WeightForm) -> None:
+    if not form.is_scale_per_row:
+        # One row of HBM, read four times and spread over the partitions from there.
+        tally.hbm_bytes += 4 * count * _FP32_BYTES
+        tally.run("vector", count)
+        return
+    tally.hbm_bytes += BLOCK * count * form.scale_bytes
+    if form.scale_bytes == 1:
+        tally.run("vector", count // 4, times=4)
+
+
+def _scaled_sums(tally: Tally, rows: int, units: int) -> None:
+    """``add_product`` without its matmuls."""
+    if rows > MAX_GROUPED_ROWS:
+        tally.run("vector", rows, times=units - units // 2)
+        tally.run("scalar", rows, times=units // 2)
+        tally.run("gpsimd", rows, times=units // 2 + 2)
+        return
+    step = min(units, SCALED_AT_ONCE // rows)
+    for start in range(0, units, step):
+        numbers = min(step, units - start) * rows
+        tally.run("vector", numbers)
+        if start > 0:
+            tally.run("gpsimd", numbers)
+    tally.run("vector", step * rows)
+    tally.run("gpsimd", rows)
+
+
+def _swiglu(tally: Tally, rows: int, blocks: int, has_limit: bool) -> None:
+    numbers = blocks * rows
+    tally.run("scalar", numbers)
+    tally.run("vector", numbers, times=5 if has_limit else 3)
+    tally.run("vector", rows)
+    tally.run("gpsimd", numbers)

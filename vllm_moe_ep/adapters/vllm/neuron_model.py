@@ -1,0 +1,176 @@
+"""Put our experts into vllm-neuron's models while its runner loads them with static-ep chosen.
+
+vllm-neuron builds and loads models by itself, so none of vLLM's hooks is reached. Written against
+its public sources: `NeuronModelRunner.load_model` calls the model class's `from_configs` (on the
+meta device) and then `load_weights`.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from vllm_moe_ep.adapters.neuron.expert_weights import refusal
+from vllm_moe_ep.adapters.neuron.routed_experts import (
+    CLASS_NAME,
+    is_prepared,
+    prepare_experts,
+    swap_routed_experts,
+    swapped_modules,
+)
+from vllm_moe_ep.adapters.vllm import engine_config, neuron_config
+from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
+from vllm_moe_ep.errors import UnsupportedError
+from vllm_moe_ep.hardware import NEURON_LAYER, probe
+
+logger = logging.getLogger("vllm.vllm_moe_ep")
+
+MOE_MODULE = "vllm_neuron.model.deepseek_v4.moe"
+_STOCK = "_moe_ep_stays_stock"
+_allow_stock: ContextVar[bool | None] = ContextVar("_allow_stock", default=None)
+"""While a runner loads a model with static-ep chosen: may layers stay stock? Else None."""
+
+
+def hook_runner(module: ModuleType) -> None:
+    """Follow `NeuronModelRunner.load_model`, which has the configuration."""
+    runner = getattr(module, "NeuronModelRunner", None)
+    if _has(runner, "load_model", module):
+        wrap_attribute(runner, "load_model", _with_our_experts)
+
+
+def hook_model(module: ModuleType) -> None:
+    """Take the experts once the model is built, and lay out their weights once they are loaded."""
+    model = getattr(module, neuron_config.ARCHITECTURE, None)
+    if _has(model, "from_configs", module) and _has(model, "load_weights", module):
+        wrap_attribute(model, "from_configs", _taking_layers)
+        wrap_attribute(model, "load_weights", _preparing_layers)
+
+
+def _has(owner: Any, name: str, module: ModuleType) -> bool:
+    """Whether it can be wrapped. Static-ep need not be chosen, so that this is no error yet."""
+    if name in getattr(owner, "__dict__", {}):
+        return True
+    logger.warning(
+        "static-ep: %s has no method %s where it was expected, so --moe-backend static-ep cannot "
+        "serve with this version of vllm-neuron.",
+        module.__name__,
+        name,
+    )
+    return False
+
+
+def _with_our_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not engine_config.is_chosen(self.vllm_config):
+            return original(self, *args, **kwargs)
+        settings = engine_config.settings_of(self.vllm_config)
+        hardware = probe(settings.platform)
+        if hardware.kind != "neuron":
+            raise UnsupportedError(
+                f"vllm-neuron serves this model, but static-ep found {hardware.device_name} "
+                f"({hardware.reason}): set VLLM_MOE_EP_PLATFORM=neuron."
+            )
+        token = _allow_stock.set(settings.allow_stock)
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            _allow_stock.reset(token)
+        _check_outcome(self.model, settings.allow_stock)
+        return result
+
+    return load_model
+
+
+def _taking_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_configs(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        model = original(cls, *args, **kwargs)
+        allow_stock = _allow_stock.get()
+        if allow_stock is not None:
+            take_layers(model, importlib.import_module(MOE_MODULE), allow_stock)
+        return model
+
+    return from_configs
+
+
+def _preparing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        allow_stock = _allow_stock.get()
+        if allow_stock is not None:
+            prepare_layers(self, allow_stock)
+        return result
+
+    return load_weights
+
+
+def take_layers(model: nn.Module, moe: ModuleType, allow_stock: bool) -> None:
+    """Swap the experts class of vllm-neuron's module `moe`; check each layer by its shape.
+
+    Raises:
+        UnsupportedError: a layer cannot be taken and must not stay stock; names it.
+    """
+    try:
+        swap_routed_experts(moe)
+    except UnsupportedError as error:
+        named = [name for name, part in model.named_modules() if type(part).__name__ == CLASS_NAME]
+        _leave_stock(", ".join(named) or MOE_MODULE, str(error).rstrip("."), allow_stock)
+        return
+    for name, layer in swapped_modules(model).items():
+        reason = refusal(layer)
+        if reason is not None:
+            _leave_stock(name, reason, allow_stock)
+            setattr(layer, _STOCK, True)
+
+
+def prepare_layers(model: nn.Module, allow_stock: bool) -> None:
+    """Lay out the loaded weights of every layer taken, and log how many are ours.
+
+    Raises:
+        UnsupportedError: a layer's weights cannot be taken and must not stay stock; names it.
+    """
+    layers = swapped_modules(model)
+    num_inexact = 0
+    for name, layer in layers.items():
+        if getattr(layer, _STOCK, False):
+            continue
+        try:
+            num_inexact += prepare_experts(layer).num_inexact
+        except UnsupportedError as error:
+            _leave_stock(name, str(error).rstrip("."), allow_stock)
+    logger.info(
+        "static-ep: replaced %d of %d DeepSeek MoE layers with %s; %d weights were not kept "
+        "exactly",
+        sum(map(is_prepared, layers.values())),
+        len(layers),
+        NEURON_LAYER,
+        num_inexact,
+    )
+
+
+def _leave_stock(layer: str, reason: str, allow_stock: bool) -> None:
+    if not allow_stock:
+        raise neuron_config.refuse(layer, reason)
+    logger.warning("static-ep: left on vllm-neuron's own as allowed: %s: %s", layer, reason)
+
+
+def _check_outcome(model: nn.Module, allow_stock: bool) -> None:
+    """That the hooks were reached at all: another version may build its models elsewhere.
+
+    Raises:
+        UnsupportedError: no layer is ours, and none was allowed to stay stock.
+    """
+    if allow_stock or any(map(is_prepared, swapped_modules(model).values())):
+        return
+    raise UnsupportedError(
+        f"--moe-backend static-ep replaced no layer of {type(model).__name__}: vllm-neuron did not "
+        f"load weights through {neuron_config.ARCHITECTURE} (another version, or "
+        "VLLM_NEURON_CPU_COMPILE is set). Choose another --moe-backend."
+    )
