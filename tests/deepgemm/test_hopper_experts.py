@@ -18,7 +18,9 @@ from vllm_moe_ep.quant.cast import dequantise, quantise
 from vllm_moe_ep.quant.formats import FP8_128X128
 from vllm_moe_ep.stages import RoutedTokens
 
-LIMITS = {"bf16": 1e-2, "fp8": 0.06}
+# The oracle casts no activations: two casts of 2.6 % each, and a single row scatters around them.
+# A wrong block of scales makes far over 0.1.
+LIMITS = {"bf16": 1e-2, "fp8": 0.08}
 KERNELS = load_row_kernels("reference")
 
 

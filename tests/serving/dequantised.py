@@ -11,9 +11,9 @@ from typing import Any
 
 import quant_oracle
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 _SCALE_NAMES = ("_scale_inv", ".scale")
 
@@ -27,8 +27,13 @@ def float_model(directory: Path, **config_changes: Any) -> Any:
         (folder / "config.json").write_text(json.dumps({**config, **config_changes}))
         weights = _exact(load_file(directory / "model.safetensors"))
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
+        # Not the Auto classes: vLLM, once imported, registers configurations of its own there.
+        model_class = getattr(transformers, config["architectures"][0])
+        model, loading = model_class.from_pretrained(
+            folder,
+            config=model_class.config_class.from_pretrained(folder),
+            dtype=torch.float32,
+            output_loading_info=True,
         )
     assert not loading["missing_keys"] and not loading["unexpected_keys"], loading
     return model.eval()

@@ -97,12 +97,15 @@ def _report(
 def _float_model(checkpoint: Checkpoint) -> "PreTrainedModel":
     """Hugging Face's model of the numbers that the checkpoint stands for, in float32."""
     import torch
+    import transformers
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
 
     config = {key: value for key, value in checkpoint.config.items() if "quantization" not in key}
     with tempfile.TemporaryDirectory() as name, without_progress_bars():
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         save_file(checkpoint.floats, folder / "model.safetensors", metadata={"format": "pt"})
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        # Not its Auto classes: vLLM, once imported, registers configurations of its own there.
+        model_class = getattr(transformers, config["architectures"][0])
+        hf_config = model_class.config_class.from_pretrained(folder)
+        return model_class.from_pretrained(folder, config=hf_config, dtype=torch.float32)
