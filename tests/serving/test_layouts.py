@@ -16,6 +16,7 @@ from vllm_moe_ep.demo.server_log import replaced_layers
 
 pytestmark = pytest.mark.serving
 
+_CANCEL_TRIES = 4
 _SETTLE_SECONDS = 30.0
 
 
@@ -94,14 +95,18 @@ def test_streaming(client: CompletionClient, reference: Reference) -> None:
 def test_cancelled_requests(client: CompletionClient, reference: Reference) -> None:
     requests = reference.workload.singles
     room = MAX_MODEL_LEN - max(len(request.prompt) for request in requests)
-    num_before = _num_generated(client)
-    with ThreadPoolExecutor(len(requests)) as pool:
-        jobs = [pool.submit(_cancel_midway, client, request, room) for request in requests]
-    for job in jobs:
-        job.result()
-    num_generated = _num_generated_when_idle(client) - num_before
-    assert num_generated < len(requests) * room, "the requests ran to their ends"
-    reference.assert_same(requests, send_at_once(client, requests))
+    # Where four ranks share two CPUs, the API server may hear of the cancellation too late.
+    for _ in range(_CANCEL_TRIES):
+        num_before = _num_generated(client)
+        with ThreadPoolExecutor(len(requests)) as pool:
+            jobs = [pool.submit(_cancel_midway, client, request, room) for request in requests]
+        for job in jobs:
+            job.result()
+        num_generated = _num_generated_when_idle(client) - num_before
+        reference.assert_same(requests, send_at_once(client, requests))
+        if num_generated < len(requests) * room:
+            return
+    pytest.fail(f"in {_CANCEL_TRIES} tries the cancelled requests ran to their ends")
 
 
 def _cancel_midway(client: CompletionClient, request: Request, num_new_tokens: int) -> None:
