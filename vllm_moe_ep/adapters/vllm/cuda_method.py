@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod
+from vllm_moe_ep.adapters.vllm.quantised_method import StaticEPFp8Method
 from vllm_moe_ep.deepgemm.library import deep_gemm
 from vllm_moe_ep.envs import Settings
 from vllm_moe_ep.hardware import probe
@@ -62,7 +63,7 @@ def make_method(quant_config: Any, moe_config: Any, prefix: str) -> FusedMoEMeth
     """
     if is_fp8(quant_config, prefix):
         deep_gemm("fp8_block")
-        return CudaFp8Method(quant_config, moe_config)
+        return CudaFp8Method(moe_config, quant_config)
     deep_gemm("bf16")
     return CudaMethod(moe_config)
 
@@ -74,19 +75,5 @@ class CudaMethod(StaticEPMethod):
         """They stay as loaded, which is how DeepGEMM and vLLM's Triton kernel take them."""
 
 
-class CudaFp8Method(CudaMethod):
-    """fp8 expert weights with block scales, kept as loaded and computed by our layer."""
-
-    def __init__(self, quant_config: Fp8Config, moe_config: Any) -> None:
-        FusedMoEMethodBase.__init__(self, moe_config)
-        # What the borrowed `create_weights` reads.
-        self.quant_config = quant_config
-        self.block_quant = True
-        self.weight_block_size = self.moe_block_shape = list(_BLOCK)
-        self.weight_scale_refine = None
-        self.weight_scale_name = "weight_scale_inv"
-
-    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """`w13_weight`, `w2_weight` in e4m3 and `*_weight_scale_inv` in fp32, per block."""
-        # vLLM's own registration; the rest of its class chooses a stock kernel.
-        Fp8MoEMethod.create_weights(self, layer, *args, **kwargs)  # type: ignore[arg-type]
+class CudaFp8Method(CudaMethod, StaticEPFp8Method):
+    """fp8 expert weights with block scales, likewise."""
