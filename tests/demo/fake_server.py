@@ -83,6 +83,11 @@ def completion(body: dict) -> dict:
     return choice
 
 
+class Server(ThreadingHTTPServer):
+    # The queue of five that socketserver sets resets connections when 32 clients come at once.
+    request_queue_size = 256
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("mode")
@@ -105,7 +110,7 @@ def main() -> None:
     if IS_STATIC_EP:
         for _ in range(int(os.environ.get("FAKE_RANKS", "2"))):
             print("static-ep: replaced 2 of 2 DeepSeek MoE layers with the layer", flush=True)
-    ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
+    Server((args.host, args.port), Handler).serve_forever()
 
 
 if __name__ == "__main__":
