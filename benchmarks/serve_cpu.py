@@ -29,6 +29,7 @@ from vllm_moe_ep.demo.client import CompletionClient
 from vllm_moe_ep.demo.demo import cached_model
 from vllm_moe_ep.demo.interrupts import termination_as_interrupt
 from vllm_moe_ep.demo.server import VllmServer, cpu_environment, vllm_program
+from vllm_moe_ep.make_model.wide_model import make_wide_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
@@ -170,10 +171,11 @@ def first_token_seconds(client: CompletionClient, prompt: Sequence[int]) -> floa
 
 def run_rounds(args: argparse.Namespace, model: Path) -> dict[str, list[Figures]]:
     """One measurement of each server per round, in the same order of rounds."""
-    results: dict[str, list[Figures]] = {name: [] for name in SERVERS}
+    results: dict[str, list[Figures]] = {name: [] for name in servers_of(args)}
     with contextlib.ExitStack() as stack:
         servers = {}
-        for name, flags in SERVERS.items():
+        for name in results:
+            flags = SERVERS[name]
             print(f"starting {name}", file=sys.stderr, flush=True)
             server = stack.enter_context(make_server(args, model, name, flags))
             prompts = prompts_for(args, model, CompletionClient(server.base_url))
@@ -188,6 +190,15 @@ def run_rounds(args: argparse.Namespace, model: Path) -> dict[str, list[Figures]
             for name in list(servers)[:: -1 if number % 2 else 1]:
                 results[name].append(measure_paused(servers[name], prompts))
     return results
+
+
+def servers_of(args: argparse.Namespace) -> list[str]:
+    return [name for name in SERVERS if "-dp" not in name or not args.no_dp]
+
+
+def model_for(args: argparse.Namespace) -> Path:
+    model = args.model or cached_model(CACHE)
+    return make_wide_model(model, CACHE / "deepseek-v3-wide", WIDE) if args.wide else model
 
 
 def prompts_for(args: argparse.Namespace, model: Path, client: CompletionClient) -> Prompts:
@@ -212,8 +223,6 @@ def make_server(
     args: argparse.Namespace, model: Path, name: str, flags: Sequence[str]
 ) -> VllmServer:
     common = ["--dtype", args.dtype, "--max-model-len", str(MAX_MODEL_LEN)]
-    if args.wide:
-        common += ["--load-format", "dummy", "--hf-overrides", json.dumps(WIDE)]
     return VllmServer(
         (vllm_program(), "serve", str(model), *common, "--no-enable-prefix-caching", *flags),
         CACHE / "logs" / f"bench-{name.replace(' ', '-')}.log",
@@ -263,6 +272,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each server")
     parser.add_argument("--wide", action="store_true", help="300 M random parameters")
+    parser.add_argument(
+        "--no-dp", action="store_true", help="leave out the two data-parallel ranks"
+    )
     parser.add_argument("--random-prompts", action="store_true", help="random ids, not text")
     parser.add_argument("--seed", type=int, default=0, help="of random prompts")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -272,7 +284,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     with termination_as_interrupt():
-        results = run_rounds(args, args.model or cached_model(CACHE))
+        results = run_rounds(args, model_for(args))
     if args.json:
         report = {
             "versions": versions(),

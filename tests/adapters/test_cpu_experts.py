@@ -16,6 +16,18 @@ from vllm_moe_ep.layers.fused_experts import alias_foreign
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 
 
+def has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
+AMX = pytest.param(
+    torch.bfloat16, "amx", marks=pytest.mark.skipif(not has_amx(), reason="no AMX here")
+)
+with_each_kernel = pytest.mark.parametrize(
+    ("dtype", "isa"), [(torch.float32, "vec"), (torch.bfloat16, "vec"), AMX]
+)
+
+
 class Holder(torch.nn.Module):
     """Stands for vLLM's experts module: it holds the two parameters."""
 
@@ -25,13 +37,13 @@ class Holder(torch.nn.Module):
         self.w2_weight = torch.nn.Parameter(fixture.w2_weight[own], requires_grad=False)
 
 
-def ranks_sum(fixture: Fixture, ep_size: int, **inputs: Any) -> torch.Tensor:
+def ranks_sum(fixture: Fixture, ep_size: int, isa: str = "vec") -> torch.Tensor:
     values = torch.zeros(fixture.hidden_states.shape)
     for rank in range(ep_size):
         local = local_of(fixture, ep_size, rank)
         holder = Holder(fixture, list(local.global_ids))
-        pack(holder, "vec")
-        packed = PackedCpuExperts(holder, "vec")
+        pack(holder, isa)
+        packed = PackedCpuExperts(holder, isa)
         layer = StaticEPLayer(config_of(fixture), local, packed, SingleProcess())
         values += layer.routed_partial(
             fixture.hidden_states,
@@ -43,15 +55,15 @@ def ranks_sum(fixture: Fixture, ep_size: int, **inputs: Any) -> torch.Tensor:
     return values
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@with_each_kernel
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 300])
 @pytest.mark.parametrize("ep_size", [1, 2, 3, 16])
-def test_equals_the_oracle(dtype: torch.dtype, num_tokens: int, ep_size: int) -> None:
+def test_equals_the_oracle(dtype: torch.dtype, isa: str, num_tokens: int, ep_size: int) -> None:
     fixture = make_fixture(dtype, num_tokens)
     fixture.topk_ids[::5, 0] = -1
     fixture.topk_ids[1::5, 1] = 16
     fixture.topk_ids[2::5, 2] = fixture.topk_ids[2::5, 3]
-    assert rel_l2(ranks_sum(fixture, ep_size), fixture.routed()) <= REL_L2_LIMIT[dtype]
+    assert rel_l2(ranks_sum(fixture, ep_size, isa), fixture.routed()) <= REL_L2_LIMIT[dtype]
 
 
 def test_bad_expert_and_bad_row_stay_where_they_are() -> None:
@@ -67,18 +79,20 @@ def test_bad_expert_and_bad_row_stay_where_they_are() -> None:
     assert dirty[3].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@with_each_kernel
 @pytest.mark.parametrize("num_tokens", [1, 5, 16])
 @pytest.mark.parametrize("ep_size", [1, 2, 16])
-def test_aliased_rows_equal_the_oracle(dtype: torch.dtype, num_tokens: int, ep_size: int) -> None:
+def test_aliased_rows_equal_the_oracle(
+    dtype: torch.dtype, isa: str, num_tokens: int, ep_size: int
+) -> None:
     fixture = make_fixture(dtype, num_tokens)
     fixture.topk_ids[::5, 0] = -1
     values = torch.zeros(fixture.hidden_states.shape)
     for rank in range(ep_size):
         local = local_of(fixture, ep_size, rank)
         holder = Holder(fixture, list(local.global_ids))
-        pack(holder, "vec")
-        packed = PackedCpuExperts(holder, "vec")
+        pack(holder, isa)
+        packed = PackedCpuExperts(holder, isa)
         shard = ExpertShard(local, packed, None)
         routing = alias_foreign(fixture.topk_ids, fixture.topk_weights, shard)
         output = packed.fused(fixture.hidden_states, routing.slots, routing.weights)
@@ -102,6 +116,8 @@ def test_fewer_rows_are_aliased_the_wider_the_experts(hidden_size: int, expected
     ("changes", "expected"),
     [
         ({}, "kernel"),
+        ({"isa": "amx", "grants_amx": True}, "amx"),
+        ({"isa": "amx", "grants_amx": False}, "vec"),
         ({"experts": "ragged"}, "kernel"),
         ({"experts": "dense"}, None),
         ({"dtype": torch.float16}, None),
@@ -124,10 +140,13 @@ def test_where_the_kernel_applies(
         moe_backend="static_ep",
     )
     selected = SimpleNamespace(
-        isa="kernel", output_alignment=32, _supports_grouped_gemm=lambda config: (True, None)
+        isa=changes.get("isa", "kernel"),
+        output_alignment=32,
+        _supports_grouped_gemm=lambda config: (True, None),
     )
     monkeypatch.setattr(
         cpu_experts, "select_unquantized_moe_backend", lambda moe_config: ("CPU", selected)
     )
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: changes["grants_amx"])
     config = config_of(fixture, changes.get("limit"))
     assert cpu_experts.kernel_isa(layer, config, changes.get("experts", "auto")) == expected

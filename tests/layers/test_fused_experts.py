@@ -1,5 +1,7 @@
 """A grouped kernel gets exactly the local (row, expert) pairs, whatever the routing holds."""
 
+from typing import Any
+
 import pytest
 import torch
 from layer_factory import config_of, layer_of, local_of
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.layers.expert_weights import FloatExperts
-from vllm_moe_ep.layers.fused_experts import alias_foreign
+from vllm_moe_ep.layers.fused_experts import MAX_PAIRS, alias_foreign
 from vllm_moe_ep.layers.static_ep import StaticEPLayer
 
 NUM_RANKS = 4
@@ -17,10 +19,12 @@ NUM_RANKS = 4
 class StrictKernel(FloatExperts):
     """Computes pair by pair, and fails where a real kernel would read out of bounds."""
 
-    num_calls = 0
+    def __init__(self, *weights: Any) -> None:
+        super().__init__(*weights)
+        self.pairs_of_calls: list[int] = []
 
     def fused(self, rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        self.num_calls += 1
+        self.pairs_of_calls.append(slots.numel())
         assert slots.dtype == torch.int32 and weights.dtype == torch.float32
         assert slots.shape == weights.shape and len(slots) == len(rows) > 0
         assert ((slots >= 0) & (slots < self.num_slots)).all()
@@ -54,7 +58,7 @@ def small_fixture(num_tokens: int) -> Fixture:
 
 
 @pytest.mark.parametrize("ep_size", [1, NUM_RANKS, 16])
-@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+@pytest.mark.parametrize("num_tokens", [1, 2, 33, 200])
 def test_equals_the_oracle(num_tokens: int, ep_size: int) -> None:
     fixture = small_fixture(num_tokens)
     assert rel_l2(ranks_sum(fixture, ep_size), fixture.routed()) <= 1e-5
@@ -79,7 +83,29 @@ def test_no_pair_calls_no_kernel(num_tokens: int) -> None:
     )
     assert values.shape == fixture.hidden_states.shape
     assert torch.equal(values, torch.zeros_like(values))
-    assert layer.shard.linears.num_calls == 0  # type: ignore[attr-defined]
+    assert pairs_of_calls(layer) == []
+
+
+@pytest.mark.parametrize("num_tokens", [16, 200, MAX_PAIRS])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_call_has_a_bounded_number_of_pairs(num_tokens: int, ep_size: int) -> None:
+    """The kernel's memory grows with its pairs; one rank may get all pairs of all rows."""
+    fixture = small_fixture(num_tokens)
+    fixture.topk_ids[:] = torch.arange(4)
+    layer = rank_layer(fixture, ep_size, 0)
+    values = layer.routed_partial(
+        fixture.hidden_states, fixture.topk_ids, fixture.topk_weights, capacity=num_tokens
+    )
+    assert rel_l2(values, fixture.routed()) <= 1e-5
+    calls = pairs_of_calls(layer)
+    assert sum(calls) == 4 * num_tokens
+    assert len(calls) == -(-4 * num_tokens // MAX_PAIRS) and max(calls) <= MAX_PAIRS
+
+
+def pairs_of_calls(layer: StaticEPLayer) -> list[int]:
+    kernel = layer.shard.linears
+    assert isinstance(kernel, StrictKernel)
+    return kernel.pairs_of_calls
 
 
 def test_other_strategies_do_without_it() -> None:

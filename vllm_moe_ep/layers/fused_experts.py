@@ -10,6 +10,10 @@ from vllm_moe_ep.layers.expert_weights import FusedExperts
 from vllm_moe_ep.layers.ragged_plan import one_row_weights
 from vllm_moe_ep.stages import RoutedTokens
 
+MAX_PAIRS = 512
+"""Of one call of the kernel, whose memory grows with them. Measured at 64 experts of 1024 x 512:
+calls of fewer pairs cost up to 15 % more time, one call of 8192 pairs 10 % more."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalRouting:
@@ -52,33 +56,36 @@ def fused_rows(tokens: RoutedTokens, shard: ExpertShard, experts: FusedExperts) 
     The kernel would read out of bounds for an id that is not local, and a weight of 0 would
     still let the NaN of a foreign expert through: it gets the local (row, expert) pairs only.
     """
-    if tokens.hidden_states.shape[0] == 1:
+    hidden_states = tokens.hidden_states
+    num_rows, top_k = tokens.topk_ids.shape
+    if num_rows == 1:
         return _one_row(tokens, shard, experts)
-    top_k = tokens.topk_ids.shape[1]
     slots = shard.slots_by_id(tokens.topk_ids).flatten()
-    pairs = (slots < shard.linears.num_slots).nonzero().squeeze(1)
-    if pairs.numel() == 0:
-        return _zeros_like(tokens.hidden_states)
-    if shard.holds_all_experts and pairs.numel() == slots.numel():
+    ordered, order = slots.sort(stable=True)
+    num_pairs = int((ordered < shard.linears.num_slots).sum())
+    if shard.holds_all_experts and 0 < num_pairs == slots.numel() <= MAX_PAIRS:
         local_slots = slots.view(-1, top_k).to(torch.int32)
-        return experts.fused(tokens.hidden_states, local_slots, tokens.topk_weights.float()).float()
-    rows = pairs // top_k
-    values = experts.fused(
-        tokens.hidden_states.index_select(0, rows),
-        slots.index_select(0, pairs).to(torch.int32)[:, None],
-        tokens.topk_weights.flatten().index_select(0, pairs).float()[:, None],
-    )
-    return _zeros_like(tokens.hidden_states).index_add_(0, rows, values.float())
+        return experts.fused(hidden_states, local_slots, tokens.topk_weights.float()).float()
+    total = torch.zeros_like(hidden_states, dtype=torch.float32)
+    weights = tokens.topk_weights.flatten()
+    # Sorted by expert, a part has few experts with all their rows: nearly none is read twice.
+    for pairs in order[:num_pairs].split(MAX_PAIRS):
+        if pairs.numel() == 0:
+            continue
+        rows = pairs // top_k
+        values = experts.fused(
+            hidden_states.index_select(0, rows),
+            slots.index_select(0, pairs).to(torch.int32)[:, None],
+            weights.index_select(0, pairs).float()[:, None],
+        )
+        total.index_add_(0, rows, values.float())
+    return total
 
 
 def _one_row(tokens: RoutedTokens, shard: ExpertShard, experts: FusedExperts) -> Tensor:
     weight_of = one_row_weights(tokens, shard)
     if not weight_of:
-        return _zeros_like(tokens.hidden_states)
+        return torch.zeros_like(tokens.hidden_states, dtype=torch.float32)
     slots = torch.tensor([list(weight_of)], dtype=torch.int32)
     weights = torch.tensor([list(weight_of.values())], dtype=torch.float32)
     return experts.fused(tokens.hidden_states, slots, weights).float()
-
-
-def _zeros_like(rows: Tensor) -> Tensor:
-    return torch.zeros_like(rows, dtype=torch.float32)

@@ -5,15 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
 from vllm.model_executor.utils import replace_parameter
 
 from vllm_moe_ep.adapters.vllm.compat import with_moe_backend
 from vllm_moe_ep.config import MoEConfig
 
+logger = init_logger("vllm.vllm_moe_ep")
+
 _DTYPES = (torch.bfloat16, torch.float32)
 """fp16 stays with our own products: they sum in fp32, where the kernel would overflow."""
 
+_AMX, _VECTORS = "amx", "vec"
 
 _ALIASED_WORK = 1 << 21
 """Weights read by all pairs of a step, up to which pairs of weight 0 cost less than leaving them
@@ -100,4 +104,15 @@ def kernel_isa(layer: Any, config: MoEConfig, experts: str) -> str | None:
         return None
     if config.moe_intermediate_size % experts_class.output_alignment:
         return None
-    return str(experts_class.isa)
+    return _permitted(str(experts_class.isa))
+
+
+def _permitted(isa: str) -> str:
+    """A process that uses AMX without having asked the kernel for it is killed by SIGILL.
+
+    In an engine some product before the experts may have asked; in a benchmark or a test none has.
+    """
+    if isa == _AMX and not torch.cpu._init_amx():
+        logger.info_once("static-ep: this system grants no AMX; experts use plain vectors")
+        return _VECTORS
+    return isa

@@ -81,6 +81,8 @@ def failure() -> str | None:
         return "the CPU has no AVX512-BF16"
     if not hasattr(torch.ops._C, "fused_experts_cpu"):
         return "this build of vLLM has no fused_experts_cpu"
+    # Where there is AMX the kernel may use it, which kills a process that has not asked for it.
+    torch.cpu._init_amx()
     generator = torch.Generator().manual_seed(0)
     w13 = quantise(torch.randn(2, 256, 256, generator=generator), FP8_128X128)
     w2 = quantise(torch.randn(2, 256, 128, generator=generator), FP8_128X128)
