@@ -28,7 +28,7 @@ from typing import Protocol
 from vllm_moe_ep.demo.client import CompletionClient
 from vllm_moe_ep.demo.demo import cached_model
 from vllm_moe_ep.demo.interrupts import termination_as_interrupt
-from vllm_moe_ep.demo.server import VllmServer, cpu_environment, vllm_program
+from vllm_moe_ep.demo.server import VllmServer, cpu_environment, stock_flags, vllm_program
 from vllm_moe_ep.make_model.wide_model import make_wide_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,6 +223,8 @@ def make_server(
     args: argparse.Namespace, model: Path, name: str, flags: Sequence[str]
 ) -> VllmServer:
     common = ["--dtype", args.dtype, "--max-model-len", str(MAX_MODEL_LEN)]
+    if name == STOCK:
+        common += stock_flags(args.dtype)
     return VllmServer(
         (vllm_program(), "serve", str(model), *common, "--no-enable-prefix-caching", *flags),
         CACHE / "logs" / f"bench-{name.replace(' ', '-')}.log",

@@ -106,3 +106,26 @@ def test_layer_settings_reach_the_layer(make_config: MakeConfig) -> None:
 def test_a_gate_cannot_be_forced_where_no_expert_is_gated(make_config: MakeConfig) -> None:
     with pytest.raises(SettingsError, match="no expert is gated"):
         make_config(**OURS, additional_config={"moe_ep": {"forced_gate": "0"}})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_amx", "chosen"),
+    [
+        ("float32", True, "CPU_MLA"),
+        ("float16", True, "CPU_MLA"),
+        ("bfloat16", True, None),
+        ("float32", False, None),
+    ],
+)
+def test_attention_that_knows_the_dtype(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    has_amx: bool,
+    chosen: str | None,
+) -> None:
+    """vLLM takes AMX_MLA wherever there is AMX; it knows bfloat16 only."""
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
+    backend = make_config(**OURS, dtype=dtype).attention_config.backend
+    assert (backend and backend.name) == chosen
+    assert make_config(dtype=dtype).attention_config.backend is None

@@ -35,6 +35,21 @@ def test_fp16_sums_past_its_largest_number(linear: Callable[[Tensor, Tensor], Te
     assert linear(rows, weight).tolist() == [[640000.0, 640000.0]] * 2
 
 
+@linears
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 2, 5, 17, 34, 62, 64, 97, 130])
+def test_nan_stays_in_its_row(
+    linear: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, k: int
+) -> None:
+    """With AMX, oneDNN lets it into the row before where k is odd or no multiple of 4."""
+    for num_rows in (2, 5, 16, 33):
+        rows, weight = torch.randn(num_rows, k).to(dtype), torch.randn(40, k).to(dtype)
+        rows[1::2] = torch.nan
+        result = linear(rows, weight)
+        assert_close(result[::2], rows[::2].double() @ weight.double().T, dtype)
+        assert result[1::2].isnan().all()
+
+
 @gated_linears
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 5])

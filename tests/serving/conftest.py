@@ -16,7 +16,12 @@ from vllm_moe_ep.demo.client import CompletionClient  # noqa: E402
 from vllm_moe_ep.demo.demo import cached_model  # noqa: E402
 from vllm_moe_ep.demo.interrupts import termination_as_interrupt  # noqa: E402
 from vllm_moe_ep.demo.perplexity import score_text  # noqa: E402
-from vllm_moe_ep.demo.server import VllmServer, cpu_environment, vllm_program  # noqa: E402
+from vllm_moe_ep.demo.server import (  # noqa: E402
+    VllmServer,
+    cpu_environment,
+    stock_flags,
+    vllm_program,
+)
 from vllm_moe_ep.make_model import MakeModelOptions, make_model  # noqa: E402
 
 CACHE = ROOT / ".cache"
@@ -80,7 +85,7 @@ def reference(request: pytest.FixtureRequest, serve: Serve, heldout: str) -> Ref
     seed = request.config.getoption("--seed")
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     print(f"requests drawn with --seed {seed}")
-    with serve("stock-tp1", STOCK_TP1, num_ranks=1) as server:
+    with serve("stock-tp1", (*STOCK_TP1, *stock_flags("float32")), num_ranks=1) as server:
         client = CompletionClient(server.base_url)
         token_ids = client.tokenize(heldout, add_special_tokens=False)
         workload = make_workload(token_ids, random.Random(seed))

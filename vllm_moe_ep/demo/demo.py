@@ -8,7 +8,7 @@ from pathlib import Path
 from vllm_moe_ep.demo.client import CompletionClient
 from vllm_moe_ep.demo.cpu_binding import available_cpus
 from vllm_moe_ep.demo.perplexity import TextScore, score_text
-from vllm_moe_ep.demo.server import VllmServer, cpu_environment, vllm_program
+from vllm_moe_ep.demo.server import VllmServer, cpu_environment, stock_flags, vllm_program
 from vllm_moe_ep.demo.server_log import replaced_layers
 from vllm_moe_ep.errors import SettingsError
 from vllm_moe_ep.make_model import MakeModelOptions, make_model
@@ -107,7 +107,7 @@ def _serve_static_ep(options: DemoOptions, model: Path, text: str) -> TextScore:
 
 
 def _serve_stock(options: DemoOptions, model: Path, text: str) -> TextScore:
-    with _announced(_server(options, model, "stock", 1, ())) as running:
+    with _announced(_server(options, model, "stock", 1, stock_flags(options.dtype))) as running:
         return score_text(CompletionClient(running.base_url), text)
 
 

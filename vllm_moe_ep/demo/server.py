@@ -31,6 +31,15 @@ class ServerError(Exception):
     """The server did not start or did not stay; the text ends with its log's last words."""
 
 
+def stock_flags(dtype: str) -> tuple[str, ...]:
+    """What stock vLLM needs to serve DeepSeek in `dtype` on any CPU.
+
+    With AMX it takes attention kernels that know bfloat16 only, and dies in float32; static-ep
+    sees to that by itself.
+    """
+    return () if dtype == "bfloat16" else ("--attention-backend", "CPU_MLA")
+
+
 def vllm_program() -> str:
     """The `vllm` of the running Python's environment.
 

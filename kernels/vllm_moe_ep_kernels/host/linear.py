@@ -4,6 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_BF16_K = 32
+"""Numbers of k in one AMX tile row. oneDNN's GEMM reads whole ones, past the end of a row into the
+next: times the zeros that stand there for the weight, and so a NaN of the next row becomes one of
+this row (torch 2.13, k no multiple of 4)."""
+
 
 def linear(rows: Tensor, weight: Tensor) -> Tensor:
     """rows @ weight.T, summed in fp32.
@@ -20,6 +25,9 @@ def linear(rows: Tensor, weight: Tensor) -> Tensor:
     """
     if weight.dtype is torch.float16:
         return F.linear(rows.float(), weight.float())
+    if weight.dtype is torch.bfloat16 and weight.shape[1] % _BF16_K:
+        missing = -weight.shape[1] % _BF16_K
+        return F.linear(F.pad(rows, (0, missing)), F.pad(weight, (0, missing)))
     return F.linear(rows, weight)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_moe_ep import BACKEND_NAME, __version__
 from vllm_moe_ep.adapters.vllm import backend_name, neuron_config
+from vllm_moe_ep.adapters.vllm.cpu_attention import avoid_amx_attention
 from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.deepgemm.library import check_deep_gemm
@@ -104,6 +105,8 @@ def prepare(vllm_config: Any) -> None:
     require_layer(hardware)
     if hardware.kind == "cuda":
         _check_cuda(settings)
+    if hardware.kind == "cpu":
+        avoid_amx_attention(vllm_config)
     if hardware.kind == "neuron":
         neuron_config.check(vllm_config, settings)
     log_choice(hardware)
