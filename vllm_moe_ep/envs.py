@@ -177,6 +177,14 @@ VARIABLES: tuple[Variable, ...] = (
         choices=("auto", "engine", "deepgemm"),
     ),
     Variable(
+        "cuda_pass_rows",
+        int,
+        8192,
+        "Most rows that DeepGEMM's experts compute at one time on Hopper. A step with more takes "
+        "several passes in the same memory.",
+        minimum=128,
+    ),
+    Variable(
         "hierarchical_all_reduce",
         bool,
         True,
@@ -210,6 +218,7 @@ class Settings:
     gather: str
     min_capacity: int
     cuda_path: str
+    cuda_pass_rows: int
     hierarchical_all_reduce: bool
     device_size: int
 

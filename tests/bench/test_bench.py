@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,21 @@ def test_wrong_and_failing_ways_are_reported() -> None:
     assert row.flops == 5 * 2 * 6 * 256 * 128
 
 
+def test_the_engine_s_memory_is_given_back_before_it_is_counted() -> None:
+    weights = random_weights(SHAPE, "fp32", CPU)
+    held: list[Tensor] = []
+
+    def stock(tokens: RoutedTokens) -> Tensor:
+        if not held:
+            held.append(torch.empty(1 << 24, dtype=torch.uint8))
+        return expected(weights, tokens)
+
+    ways = ways_of(ours=lambda tokens: expected(weights, tokens), stock=stock)
+    kept = measure(BENCH, ways, weights, 5).results["stock"].workspace_bytes
+    counted = measure(BENCH, replace(ways, release=held.clear), weights, 5).results["stock"]
+    assert kept is not None and kept < 1 << 24 <= int(counted.workspace_bytes or 0)
+
+
 def test_floor_is_the_larger_of_reading_and_multiplying() -> None:
     bench = Bench(SHAPE, "fp8", "uniform", 1, CPU, Peak(1e12, {"fp8": 1e15}))
     assert floor_us(bench, 3_000_000, 1_000_000) == pytest.approx(3)
@@ -134,6 +150,7 @@ def test_table_and_json() -> None:
     assert len(header(ways).split()) == len(line.split())
     cells = dict(zip(header(ways).split(), line.split(), strict=True))
     assert cells["ours"] == "10.0" and cells["vs_auto"] == "1.500" and cells["MiB"] == "3.0"
+    assert cells["auto_MiB"] == "3.0"
     assert cells["TB/s"] == "4.30" and cells["TFLOP/s"] == "200.00"
     found = as_json(row, ways)
     assert json.loads(json.dumps(found))["ways"]["other"]["us"] == 8.0

@@ -51,7 +51,7 @@ def wall_us(call: Call, repeats: int, flush: Tensor) -> float:
 
 
 def cuda_workspace(call: Call) -> int:
-    """Bytes that a call allocates at most, beyond what is held between calls."""
+    """Bytes that a call allocates at most, beyond what was held before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()

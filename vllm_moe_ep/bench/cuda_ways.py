@@ -8,6 +8,7 @@ from vllm_moe_ep.deepgemm.hopper_experts import HopperExperts, HopperWeights
 from vllm_moe_ep.deepgemm.library import deep_gemm
 from vllm_moe_ep.deepgemm.path_table import TABLE, choose
 from vllm_moe_ep.deepgemm.row_kernels import load_row_kernels
+from vllm_moe_ep.envs import load_settings
 
 FORMATS = ("fp8", "bf16")
 
@@ -28,6 +29,7 @@ def cuda_ways(config: MoEConfig, form: str, weights: HopperWeights, with_all: bo
         deep_gemm("fp8_block" if form == "fp8" else "bf16"),
         weights,
         load_row_kernels("triton_kernels"),
+        max_pass_rows=load_settings().cuda_pass_rows,
     )
     device = weights.tensors[0].device
     vllm_config = lone_layer.moe_config_of(config, DTYPES[form], device)
@@ -46,7 +48,13 @@ def cuda_ways(config: MoEConfig, form: str, weights: HopperWeights, with_all: bo
             # Whatever it is, the others can be measured without it.
             missing["vllm_dg"] = " ".join(repr(failure).split())[:300]
     stock = tuple(name for name in ("triton", "vllm_dg") if name in by_name)
-    return Ways(by_name, stock, missing, lambda num_tokens: chosen(config, form, num_tokens))
+    return Ways(
+        by_name,
+        stock,
+        missing,
+        lambda num_tokens: chosen(config, form, num_tokens),
+        lambda: lone_layer.release_workspace(device),
+    )
 
 
 def chosen(config: MoEConfig, form: str, num_tokens: int) -> str:

@@ -59,7 +59,8 @@ def measure(bench: Bench, ways: Ways, weights: HopperWeights, num_tokens: int) -
         flops=flops,
         floor_us=floor_us(bench, weight_bytes, flops),
         results={
-            name: _result(bench, way, weights, tokens, flush) for name, way in ways.by_name.items()
+            name: _result(bench, way, weights, tokens, flush, ways.release)
+            for name, way in ways.by_name.items()
         },
     )
 
@@ -76,7 +77,12 @@ def floor_us(bench: Bench, weight_bytes: int, flops: int) -> float | None:
 
 
 def _result(
-    bench: Bench, way: Way, weights: HopperWeights, tokens: RoutedTokens, flush: Tensor
+    bench: Bench,
+    way: Way,
+    weights: HopperWeights,
+    tokens: RoutedTokens,
+    flush: Tensor,
+    release: Callable[[], None],
 ) -> Result:
     is_cuda = bench.device.type == "cuda"
     workspace = cuda_workspace if is_cuda else cpu_workspace
@@ -84,6 +90,7 @@ def _result(
     result = Result()
     try:
         result = replace(result, error=relative_error(way, weights, tokens))
+        release()
         result = replace(result, workspace_bytes=workspace(lambda: way(tokens)))
         return _judged(
             replace(result, us=clock(lambda: way(tokens), bench.repeats, flush)), bench.form

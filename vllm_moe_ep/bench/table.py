@@ -9,10 +9,11 @@ _MIB = 2**20
 
 
 def header(ways: Ways) -> str:
-    """Column names: times of the ways in microseconds, then what follows from ours."""
+    """Column names: times in microseconds, what follows from ours, memory of ours and theirs."""
     ratios = ["vs_best", "vs_auto"] if ways.stock else []
+    memory = ["MiB", *(f"{name}_MiB" for name in ways.stock)]
     return _line(
-        ["format", "tokens", "chosen", "floor", *ways.by_name, *ratios, "TB/s", "TFLOP/s", "MiB"]
+        ["format", "tokens", "chosen", "floor", *ways.by_name, *ratios, "TB/s", "TFLOP/s", *memory]
     )
 
 
@@ -25,7 +26,9 @@ def lines(row: Row, ways: Ways) -> Iterator[str]:
         cells += [_rounded(row.ratio(names), 3) for names in (ways.stock, ways.stock[:1])]
     cells += [_rounded(value, 2) for value in (_rate(row.weight_bytes, ours.us, 1e12),)]
     cells += [_rounded(_rate(row.flops, ours.us, 1e12), 2)]
-    cells += [_rounded(_scaled(ours.workspace_bytes), 1)]
+    cells += [
+        _rounded(_scaled(row.results[name].workspace_bytes), 1) for name in (OURS, *ways.stock)
+    ]
     yield _line(cells)
     for name, result in row.results.items():
         if result.failure is not None:

@@ -20,12 +20,15 @@ class Ways:
         stock: names of those that are the engine's own; the first is what it picks by itself.
         missing: a way that is not to be had here, and why.
         chosen: tokens of a step -> in words, what ours does with it.
+        release: gives back what the engine's kernels hold between calls, so that the next call
+            takes it again and it can be counted.
     """
 
     by_name: Mapping[str, Way]
     stock: tuple[str, ...]
     missing: Mapping[str, str]
     chosen: Callable[[int], str]
+    release: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Result:
     Attributes:
         us: median time, microseconds; None if it failed before.
         error: relative to the fp32 answer.
-        workspace_bytes: most memory that one call held and gave back.
+        workspace_bytes: most memory that one call took, its output and what the engine's kernels
+            keep for the next call included.
         failure: a sentence; None if all went well.
     """
 

@@ -16,6 +16,13 @@ from vllm_moe_ep.deepgemm.loading import DeepGemm
 from vllm_moe_ep.deepgemm.row_kernels import RowKernels
 from vllm_moe_ep.deepgemm.symbols import SET_ALIGNMENT
 from vllm_moe_ep.deepgemm.weight_scales import ScaledWeight
+from vllm_moe_ep.deepgemm.workspace import (
+    block_bytes,
+    columns_in,
+    passes,
+    rows_in,
+    split_block,
+)
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.stages import RoutedTokens
 
@@ -47,12 +54,11 @@ class HopperWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Where this step's rows are, and the tile height they were laid out for."""
+    """Where the rows of this pass are."""
 
     row_of_pair: Tensor
     expert_ends: Tensor
     num_rows: int
-    alignment: int
 
 
 class HopperExperts:
@@ -64,6 +70,8 @@ class HopperExperts:
         kernels: the work around the products.
         expert_map: int32 [num_experts], local id or -1; None where every expert is local.
         swiglu_limit: clamp of the activation, or None.
+        max_pass_rows: more rows than this are computed in several passes, one after the other
+            in the same memory; None: in one.
 
     Raises:
         UnsupportedError: the device or the weights' format is another one.
@@ -77,6 +85,7 @@ class HopperExperts:
         kernels: RowKernels,
         expert_map: Tensor | None = None,
         swiglu_limit: float | None = None,
+        max_pass_rows: int | None = None,
     ) -> None:
         _check_weights(bundle, weights)
         self.bundle = bundle
@@ -84,6 +93,7 @@ class HopperExperts:
         self.kernels = kernels
         self.expert_map = expert_map
         self.swiglu_limit = swiglu_limit
+        self.max_pass_rows = max_pass_rows
         w13, w2 = weights.tensors
         self.num_local_experts: int = w13.shape[0]
         self._widths = (w13.shape[1], w2.shape[2], w2.shape[1])
@@ -110,20 +120,47 @@ class HopperExperts:
         out = torch.empty(
             hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device
         )
-        if out.shape[0] == 0:
+        num_tokens = out.shape[0]
+        if num_tokens == 0:
             return out
-        step = self._plan(tokens.topk_ids, alignment)
         with self._tile_height(alignment):
-            rows = (self._fp8 if self.weights.is_fp8 else self._bf16)(hidden_states, step)
-        self.kernels.combine_rows(rows, step.row_of_pair, tokens.topk_weights, out)
+            for rows in passes(num_tokens, self.max_pass_rows or num_tokens):
+                part = RoutedTokens(
+                    hidden_states[rows], tokens.topk_ids[rows], tokens.topk_weights[rows]
+                )
+                self._pass(part, alignment, out[rows])
         return out
+
+    def workspace_bytes(self, num_tokens: int, top_k: int, alignment: int) -> int:
+        """Bytes of the block that a step takes, its largest pass's."""
+        first = next(passes(num_tokens, self.max_pass_rows or num_tokens))
+        num_rows = self._num_rows((first.stop - first.start) * top_k, alignment)
+        return block_bytes(self._sizes(num_rows))
+
+    def _pass(self, tokens: RoutedTokens, alignment: int, out: Tensor) -> None:
+        step = self._plan(tokens.topk_ids, alignment)
+        rows = (self._fp8 if self.weights.is_fp8 else self._bf16)(tokens.hidden_states, step)
+        self.kernels.combine_rows(rows, step.row_of_pair, tokens.topk_weights, out)
 
     def _plan(self, topk_ids: Tensor, alignment: int) -> _Step:
         row_of_pair, ends = self.kernels.plan_rows(
             topk_ids, self.expert_map, self.num_local_experts, alignment
         )
-        bound = max_layout_rows(topk_ids.numel(), self.num_local_experts, alignment)
-        return _Step(row_of_pair, ends, -(-bound // alignment) * alignment, alignment)
+        return _Step(row_of_pair, ends, self._num_rows(topk_ids.numel(), alignment))
+
+    def _num_rows(self, num_pairs: int, alignment: int) -> int:
+        bound = max_layout_rows(num_pairs, self.num_local_experts, alignment)
+        return -(-bound // alignment) * alignment
+
+    def _sizes(self, num_rows: int) -> tuple[int, int, int]:
+        """Bytes of the products' inputs, outputs and input scales; of each, one lives at a time."""
+        n, width, hidden_size = self._widths
+        input_width = max(hidden_size, width)
+        output_bytes = num_rows * max(n, hidden_size) * torch.bfloat16.itemsize
+        if not self.weights.is_fp8:
+            return num_rows * input_width * torch.bfloat16.itemsize, output_bytes, 0
+        scale_bytes = _scale_stride(num_rows) * input_width // _GROUP * torch.float32.itemsize
+        return num_rows * input_width, output_bytes, scale_bytes
 
     @contextmanager
     def _tile_height(self, alignment: int) -> Iterator[None]:
@@ -146,14 +183,14 @@ class HopperExperts:
 
     def _bf16(self, hidden_states: Tensor, step: _Step) -> Tensor:
         n, width, hidden_size = self._widths
-        small, large = _buffers(hidden_states, step.num_rows, max(hidden_size, width), self._widths)
-        gathered = _view(small, step.num_rows, hidden_size)
+        inputs, outputs, _ = split_block(self._sizes(step.num_rows), hidden_states.device)
+        gathered = rows_in(inputs, step.num_rows, hidden_size, torch.bfloat16)
         self.kernels.scatter_rows(hidden_states, step.row_of_pair, gathered)
-        gate_up = _view(large, step.num_rows, n)
+        gate_up = rows_in(outputs, step.num_rows, n, torch.bfloat16)
         self._bf16_product(gathered, self.weights.w13, gate_up, step)
-        activated = _view(small, step.num_rows, width)
+        activated = rows_in(inputs, step.num_rows, width, torch.bfloat16)
         self.kernels.swiglu_rows(gate_up, step.row_of_pair, self.swiglu_limit, activated)
-        rows = _view(large, step.num_rows, hidden_size)
+        rows = rows_in(outputs, step.num_rows, hidden_size, torch.bfloat16)
         self._bf16_product(activated, self.weights.w2, rows, step)
         return rows
 
@@ -165,20 +202,17 @@ class HopperExperts:
 
     def _fp8(self, hidden_states: Tensor, step: _Step) -> Tensor:
         n, width, hidden_size = self._widths
-        # Half as many bf16 numbers hold the fp8 bytes.
-        small, large = _buffers(
-            hidden_states, step.num_rows, max(hidden_size, width) // 2, self._widths
-        )
-        bytes_ = small.view(torch.float8_e4m3fn)
-        gathered = _view(bytes_, step.num_rows, hidden_size)
-        scale = _scale_buffer(gathered)
+        num_rows = step.num_rows
+        inputs, outputs, scales = split_block(self._sizes(num_rows), hidden_states.device)
+        gathered = rows_in(inputs, num_rows, hidden_size, torch.float8_e4m3fn)
+        scale = _scales_in(scales, gathered)
         self.kernels.scatter_rows_fp8(hidden_states, step.row_of_pair, gathered, scale)
-        gate_up = _view(large, step.num_rows, n)
+        gate_up = rows_in(outputs, num_rows, n, torch.bfloat16)
         self._fp8_product(gathered, scale, self.weights.w13, gate_up, step)
-        activated = _view(bytes_, step.num_rows, width)
-        scale = _scale_buffer(activated)
+        activated = rows_in(inputs, num_rows, width, torch.float8_e4m3fn)
+        scale = _scales_in(scales, activated)
         self.kernels.swiglu_rows_fp8(gate_up, step.row_of_pair, self.swiglu_limit, activated, scale)
-        rows = _view(large, step.num_rows, hidden_size)
+        rows = rows_in(outputs, num_rows, hidden_size, torch.bfloat16)
         self._fp8_product(activated, scale, self.weights.w2, rows, step)
         return rows
 
@@ -203,26 +237,14 @@ class HopperExperts:
         )
 
 
-def _buffers(
-    like: Tensor, num_rows: int, small_width: int, widths: tuple[int, int, int]
-) -> tuple[Tensor, Tensor]:
-    """Memory for the products' inputs, and for their outputs: of each two, one lives at a time."""
-    n, _, hidden_size = widths
-    small = like.new_empty(num_rows * small_width)
-    return small, like.new_empty(num_rows * max(n, hidden_size))
-
-
-def _view(buffer: Tensor, num_rows: int, width: int) -> Tensor:
-    return buffer[: num_rows * width].view(num_rows, width)
-
-
-def _scale_buffer(values: Tensor) -> Tensor:
+def _scales_in(part: Tensor, values: Tensor) -> Tensor:
     """fp32 [rows, width / 128], one column after the other as the kernel loads them."""
     num_rows, width = values.shape
-    stride = -(-num_rows // _SCALE_ROWS_MULTIPLE) * _SCALE_ROWS_MULTIPLE
-    return torch.empty_strided(
-        (num_rows, width // _GROUP), (1, stride), dtype=torch.float32, device=values.device
-    )
+    return columns_in(part, num_rows, width // _GROUP, _scale_stride(num_rows))
+
+
+def _scale_stride(num_rows: int) -> int:
+    return -(-num_rows // _SCALE_ROWS_MULTIPLE) * _SCALE_ROWS_MULTIPLE
 
 
 def _check_weights(bundle: DeepGemm, weights: HopperWeights) -> None:

@@ -101,7 +101,14 @@ def _deepgemm_experts(layer: Any, weights: HopperWeights) -> Callable[[RoutedTok
     if bundle.capability[0] == 10:
         return BlackwellExperts(bundle, weights, layer._expert_map, layer.swiglu_limit)
     kernels = load_row_kernels("triton_kernels")
-    return HopperExperts(bundle, weights, kernels, layer._expert_map, layer.swiglu_limit)
+    return HopperExperts(
+        bundle,
+        weights,
+        kernels,
+        layer._expert_map,
+        layer.swiglu_limit,
+        layer.settings.cuda_pass_rows,
+    )
 
 
 def _engine_experts(

@@ -38,6 +38,14 @@ def engine_state(device: torch.device) -> Iterator[None]:
         yield
 
 
+def release_workspace(device: torch.device) -> None:
+    """Drop the memory that vLLM's kernels share and keep; the next call takes it anew."""
+    from vllm.v1.worker import workspace
+
+    workspace.reset_workspace_manager()
+    workspace.init_workspace_manager(device)
+
+
 def moe_config_of(config: MoEConfig, dtype: torch.dtype, device: torch.device) -> FusedMoEConfig:
     """vLLM's configuration of the same layer."""
     return FusedMoEConfig(
