@@ -12,6 +12,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMM
 from tests.adapters.conftest import DEEPSEEK_V3, MakeConfig
 from tests.adapters.quantised_models import FP8_V3, V4
 from vllm_moe_ep.adapters.vllm import (
+    cpu_attention,
+    cure_amx_reload,
     cure_fp8_linear,
     cure_v4_metadata,
     cure_v4_schedule,
@@ -148,3 +150,46 @@ def test_changed_or_wrong_metadata_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cure_v4_metadata, "_changed_signature", lambda: None)
     monkeypatch.setattr(v4_metadata, "compressed_slots", shifted)
     assert "instead of" in str(cure_v4_metadata.CURE.failure())
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "is_needed"),
+    [
+        (DEEPSEEK_V3, {}, True),
+        (DEEPSEEK_V3, {"dtype": "float32"}, False),
+        (DEEPSEEK_V3, {"attention_backend": "CPU_MLA"}, False),
+        (V4, {}, False),
+    ],
+)
+def test_amx_attention_needs_its_cure(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    model: dict[str, Any],
+    flags: dict[str, Any],
+    is_needed: bool,
+) -> None:
+    config = make_config(model, **OURS | flags)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    if flags.get("dtype") == "float32":
+        cpu_attention.avoid_amx_attention(config)
+    assert cure_amx_reload.is_needed(config, config.model_config) is is_needed
+
+
+def test_freed_weights_are_loaded_anew(active: set[str]) -> None:
+    from vllm.model_executor.model_loader.reload import layerwise, types
+
+    def load() -> tuple[Any, torch.Tensor]:
+        layer = torch.nn.Linear(4, 3)
+        info = types.LayerReloadingInfo(({}, {}), torch.device("cpu"))
+        kept = torch.nn.Parameter(torch.full((3,), torch.nan))
+        info.kernel_tensors = ({"weight": torch.nn.Parameter(torch.empty(0)), "bias": kept}, {})
+        loaded = layer.weight.detach().clone(), layer.bias.detach().clone()
+        layerwise._copy_and_restore_kernel_tensors(layer, info)
+        assert layer.bias is kept and torch.equal(kept, loaded[1])
+        return layer.weight, loaded[0]
+
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        load()
+    active.add(cure_amx_reload.CURE.name)
+    assert torch.equal(*load())
+    assert cure_amx_reload.CURE.failure() is None

@@ -31,6 +31,7 @@ def _install_neuron() -> None:
 
 def _install_cures() -> None:
     when_imported("vllm.model_executor.kernels.linear.scaled_mm.cpu", _hook_fp8_kernel)
+    when_imported("vllm.model_executor.model_loader.reload.layerwise", _hook_reload)
     when_imported("vllm.models.deepseek_v4.cpu.cpu_mla", _hook_schedule)
     when_imported("vllm.v1.attention.ops.metadata", _hook_request_mapping)
     when_imported("vllm.v1.attention.backends.mla.sparse_swa", _hook_window)
@@ -97,6 +98,12 @@ def _hook_fp8_kernel(module: object) -> None:
     from vllm_moe_ep.adapters.vllm import cure_fp8_linear
 
     cure_fp8_linear.hook_fp8_kernel()
+
+
+def _hook_reload(module: object) -> None:
+    from vllm_moe_ep.adapters.vllm import cure_amx_reload
+
+    cure_amx_reload.hook_reload()
 
 
 def _hook_schedule(module: object) -> None:
