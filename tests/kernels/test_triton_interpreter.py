@@ -13,7 +13,16 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent
-FILES = ("plan_rows", "scatter_rows", "swiglu_rows", "combine_rows")
+FILES = (
+    "plan_rows",
+    "scatter_rows",
+    "swiglu_rows",
+    "combine_rows",
+    "few_rows_plan",
+    "few_rows_gate_up",
+    "few_rows_down",
+    "few_rows_combine",
+)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

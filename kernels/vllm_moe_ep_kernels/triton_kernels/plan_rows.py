@@ -10,20 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_moe_ep_kernels.triton_kernels.local_ids import load_local_ids
+
 _BLOCK_PAIRS = 256
 _EXPERTS_PER_PASS = 32
 _WARPS = 8
-
-
-@triton.jit
-def _local_ids(ids_ptr, map_ptr, pairs, num_pairs, num_ids, HAS_MAP: tl.constexpr):
-    """int32 local expert of each pair, -1 for none. The range is checked in the ids' dtype."""
-    ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
-    is_known = (ids >= 0) & (ids < num_ids)
-    local = tl.where(is_known, ids, 0).to(tl.int32)
-    if HAS_MAP:
-        local = tl.load(map_ptr + local, mask=is_known, other=-1)
-    return tl.where(is_known, local, -1)
 
 
 @triton.jit
@@ -40,7 +31,7 @@ def _count_kernel(
 ):
     block = tl.program_id(0)
     pairs = block * BLOCK + tl.arange(0, BLOCK)
-    local = _local_ids(ids_ptr, map_ptr, pairs, num_pairs, num_ids, HAS_MAP)
+    local = load_local_ids(ids_ptr, map_ptr, pairs, num_pairs, num_ids, HAS_MAP)
     for first in range(0, num_experts, EXPERTS):
         experts = first + tl.arange(0, EXPERTS)
         hits = (local[:, None] == experts[None, :]).to(tl.int32)
@@ -67,7 +58,7 @@ def _assign_kernel(
 ):
     block = tl.program_id(0)
     pairs = block * BLOCK + tl.arange(0, BLOCK)
-    local = _local_ids(ids_ptr, map_ptr, pairs, num_pairs, num_ids, HAS_MAP)
+    local = load_local_ids(ids_ptr, map_ptr, pairs, num_pairs, num_ids, HAS_MAP)
     rows = tl.full([BLOCK], -1, tl.int32)
     base = tl.sum(tl.zeros([EXPERTS], tl.int32), axis=0)
     for first in range(0, num_experts, EXPERTS):

@@ -11,7 +11,7 @@ _GROUP = 128
 
 
 @triton.jit
-def _swiglu(gate, up, limit, HAS_LIMIT: tl.constexpr):
+def swiglu(gate, up, limit, HAS_LIMIT: tl.constexpr):
     """fp32; comparisons are false for NaN, which therefore stays."""
     if HAS_LIMIT:
         gate = tl.where(gate > limit, limit, gate)
@@ -39,7 +39,7 @@ def _swiglu_kernel(
         gates = in_ptr + row * in_stride + columns
         gate = tl.load(gates, mask=is_column, other=0.0).to(tl.float32)
         up = tl.load(gates + width, mask=is_column, other=0.0).to(tl.float32)
-        activated = _swiglu(gate, up, limit, HAS_LIMIT)
+        activated = swiglu(gate, up, limit, HAS_LIMIT)
         places = out_ptr + row * out_stride + columns
         tl.store(places, activated.to(out_ptr.dtype.element_ty), mask=is_column)
 
@@ -68,7 +68,7 @@ def _swiglu_fp8_kernel(
         gates = in_ptr + row * in_stride + columns
         gate = tl.load(gates, mask=is_group[:, None], other=0.0).to(tl.float32)
         up = tl.load(gates + width, mask=is_group[:, None], other=0.0).to(tl.float32)
-        stored, scale = cast_groups(_swiglu(gate, up, limit, HAS_LIMIT))
+        stored, scale = cast_groups(swiglu(gate, up, limit, HAS_LIMIT))
         tl.store(out_ptr + row * out_stride + columns, stored, mask=is_group[:, None])
         places = row * scale_row_stride + groups.to(tl.int64) * scale_group_stride
         tl.store(scale_ptr + places, scale, mask=is_group)
