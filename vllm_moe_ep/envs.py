@@ -173,8 +173,10 @@ VARIABLES: tuple[Variable, ...] = (
         str,
         "auto",
         "Kernels of the experts on NVIDIA. engine: vLLM's Triton kernel; deepgemm: DeepGEMM; "
-        "auto: the one that is faster at a step's size.",
-        choices=("auto", "engine", "deepgemm"),
+        "few_rows: our own Triton kernels for small steps, which have not run on hardware yet, and "
+        "DeepGEMM for large ones; auto: the one of vLLM's and DeepGEMM that is faster at a step's "
+        "size.",
+        choices=("auto", "engine", "deepgemm", "few_rows"),
     ),
     Variable(
         "cuda_pass_rows",

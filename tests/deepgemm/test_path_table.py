@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_moe_ep.deepgemm.path_table import TABLE, Entry, choose, first_tokens, only
+from vllm_moe_ep.deepgemm.path_table import TABLE, Entry, choose, first_tokens, only, with_few_rows
 
 ENTRIES = (Entry(0.0, "engine"), Entry(24.0, "deepgemm", 64), Entry(192.0, "deepgemm", 128))
 
@@ -32,3 +32,12 @@ def test_the_tables_are_sorted_and_start_at_zero() -> None:
         thresholds = [entry.min_rows_per_expert for entry in entries]
         assert thresholds[0] == 0 and thresholds == sorted(set(thresholds))
         assert all((entry.alignment is None) == (entry.path == "engine") for entry in entries)
+
+
+def test_few_rows_below_a_limit_and_deepgemm_above() -> None:
+    assert with_few_rows(48.0, ENTRIES) == (
+        Entry(0.0, "few_rows"),
+        Entry(48.0, "deepgemm", 64),
+        ENTRIES[2],
+    )
+    assert with_few_rows(500.0, ENTRIES)[1:] == (Entry(500.0, "deepgemm", 128),)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.row_kernels import RowKernels, row_kernels
+from vllm_moe_ep_kernels.product_tiles import ProductTiles
 from vllm_moe_ep_kernels.reference.few_rows_routing import PairRouting
 
 ACTIVATION = quant_oracle.Blocks(1, 128, 448.0, False, False)
@@ -110,8 +111,7 @@ def tiles_of(kernels: RowKernels, **numbers: Any) -> dict[str, Any]:
     """The keyword of a Triton launcher; its reference takes none."""
     if kernels.package == "reference":
         return {}
-    module = importlib.import_module("vllm_moe_ep_kernels.triton_kernels.few_rows_tiles")
-    return {"tiles": module.ProductTiles(**numbers)}
+    return {"tiles": ProductTiles(**numbers)}
 
 
 def planned(kernels: RowKernels, routing: PairRouting, block_rows: int) -> PairRouting:

@@ -23,12 +23,14 @@ FILES = (
     "few_rows_down",
     "few_rows_combine",
 )
+# The experts that the few-row kernels are for.
+EXPERTS = str(FOLDER.parent / "deepgemm" / "test_few_row_experts.py")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU itself")
 def test_kernels_equal_their_references() -> None:
-    files = [str(FOLDER / f"test_{name}.py") for name in FILES]
+    files = [str(FOLDER / f"test_{name}.py") for name in FILES] + [EXPERTS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(

@@ -4,6 +4,8 @@ from vllm_moe_ep.bench.inputs import DTYPES
 from vllm_moe_ep.bench.way import OURS, Way, Ways
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.deepgemm.experts_by_size import ExpertsBySize
+from vllm_moe_ep.deepgemm.few_row_experts import FewRowExperts
+from vllm_moe_ep.deepgemm.few_row_kernels import load_few_row_kernels
 from vllm_moe_ep.deepgemm.hopper_experts import HopperExperts, HopperWeights
 from vllm_moe_ep.deepgemm.library import deep_gemm
 from vllm_moe_ep.deepgemm.path_table import TABLE, choose
@@ -39,6 +41,9 @@ def cuda_ways(config: MoEConfig, form: str, weights: HopperWeights, with_all: bo
     if with_all:
         by_name["ours_64"] = lambda tokens: deepgemm(tokens, 64)
         by_name["ours_128"] = lambda tokens: deepgemm(tokens, 128)
+        by_name["ours_few_rows"] = FewRowExperts(
+            weights, load_few_row_kernels("triton_kernels"), config.num_experts
+        )
     by_name["triton"] = triton
     missing: dict[str, str] = {}
     if form == "fp8":

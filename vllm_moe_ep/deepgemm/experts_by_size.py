@@ -18,12 +18,14 @@ class ExpertsBySize:
         num_experts: over all ranks.
         deepgemm: (tokens, alignment) -> [rows, hidden_size].
         engine: tokens -> [rows, hidden_size]; None where no entry asks for it.
+        few_rows: likewise.
     """
 
     entries: tuple[Entry, ...]
     num_experts: int
     deepgemm: Callable[[RoutedTokens, int], Tensor]
     engine: Callable[[RoutedTokens], Tensor] | None
+    few_rows: Callable[[RoutedTokens], Tensor] | None = None
 
     def __call__(self, tokens: RoutedTokens) -> Tensor:
         num_rows, top_k = tokens.topk_ids.shape
@@ -31,5 +33,8 @@ class ExpertsBySize:
         if entry.path == "engine":
             assert self.engine is not None, "an entry asks for the engine's experts"
             return self.engine(tokens)
+        if entry.path == "few_rows":
+            assert self.few_rows is not None, "an entry asks for the few-row kernels"
+            return self.few_rows(tokens)
         assert entry.alignment is not None, "an entry of deepgemm has an alignment"
         return self.deepgemm(tokens, entry.alignment)

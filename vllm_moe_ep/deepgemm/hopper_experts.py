@@ -87,7 +87,8 @@ class HopperExperts:
         swiglu_limit: float | None = None,
         max_pass_rows: int | None = None,
     ) -> None:
-        _check_weights(bundle, weights)
+        _check_device(bundle)
+        check_weights(weights)
         self.bundle = bundle
         self.weights = weights
         self.kernels = kernels
@@ -247,11 +248,20 @@ def _scale_stride(num_rows: int) -> int:
     return -(-num_rows // _SCALE_ROWS_MULTIPLE) * _SCALE_ROWS_MULTIPLE
 
 
-def _check_weights(bundle: DeepGemm, weights: HopperWeights) -> None:
+def _check_device(bundle: DeepGemm) -> None:
     if bundle.capability[0] != 9:
         raise UnsupportedError(
             f"These experts are for SM90, found SM{bundle.capability[0]}{bundle.capability[1]}."
         )
+
+
+def check_weights(weights: HopperWeights) -> None:
+    """That the weights have a format of SM90's kernels and fit each other.
+
+    Raises:
+        UnsupportedError: another format or size; names the remedy.
+        ValueError: the two weights do not fit each other.
+    """
     for name, weight in (("w13", weights.w13), ("w2", weights.w2)):
         if isinstance(weight, ScaledWeight) != weights.is_fp8:
             raise ValueError("w13 and w2 must both be bf16 or both fp8.")

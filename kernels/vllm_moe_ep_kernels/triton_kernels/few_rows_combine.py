@@ -14,7 +14,7 @@ from vllm_moe_ep_kernels.triton_kernels.local_ids import load_local_ids
 _COLUMNS = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_ids", "weight_stride"])
 def _combine_kernel(
     part_ptr,
     weight_ptr,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_moe_ep_kernels.product_tiles import GROUP, ProductTiles
 from vllm_moe_ep_kernels.reference.few_rows_routing import PairRouting
 from vllm_moe_ep_kernels.triton_kernels.few_rows_loads import (
     cast_if,
@@ -20,12 +21,7 @@ from vllm_moe_ep_kernels.triton_kernels.few_rows_loads import (
     weight_places,
     weight_tile,
 )
-from vllm_moe_ep_kernels.triton_kernels.few_rows_tiles import (
-    GROUP,
-    ProductTiles,
-    lookup_of,
-    weight_operand,
-)
+from vllm_moe_ep_kernels.triton_kernels.few_rows_lookup import lookup_of, weight_operand
 from vllm_moe_ep_kernels.triton_kernels.local_ids import load_local_ids
 
 
@@ -80,7 +76,7 @@ def _down(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_ids", "groups_per_part"])
 def _down_kernel(
     row_ptr,
     row_scale_ptr,
@@ -161,7 +157,7 @@ def _down_kernel(
         tl.store(places, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_ids", "topk_weight_stride"])
 def _down_combined_kernel(
     row_ptr,
     row_scale_ptr,
@@ -273,12 +269,22 @@ def few_rows_down(
         IS_CAST=is_fp8 and row_scale is None,
         HAS_DESCRIPTOR=tiles.has_descriptors,
         IS_OVERLAPPED=tiles.is_overlapped,
-        PREFETCH=tiles.prefetch_bytes if tiles.is_overlapped else 0,
+        PREFETCH=_bytes_ahead(tiles, weight, num_parts),
         ROWS=tiles.block_rows,
         COLUMNS=tiles.block_columns,
         GROUP=GROUP,
         **tiles.launch_options,
     )
+
+
+def _bytes_ahead(tiles: ProductTiles, weight: Tensor, num_parts: int) -> int:
+    """What may be fetched of a weight row: nothing behind the end of the last part."""
+    if not tiles.is_overlapped:
+        return 0
+    k = weight.shape[2]
+    part_size = triton.cdiv(k // GROUP, num_parts) * GROUP
+    last_part = max(k - (num_parts - 1) * part_size, 0)
+    return min(tiles.prefetch_bytes, last_part * weight.element_size())
 
 
 def few_rows_down_combined(

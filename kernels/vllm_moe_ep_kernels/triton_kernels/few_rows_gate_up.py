@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_moe_ep_kernels.product_tiles import GROUP, ProductTiles
 from vllm_moe_ep_kernels.reference.few_rows_routing import PairRouting
 from vllm_moe_ep_kernels.triton_kernels.few_rows_loads import (
     cast_if,
@@ -19,12 +20,7 @@ from vllm_moe_ep_kernels.triton_kernels.few_rows_loads import (
     weight_places,
     weight_tile,
 )
-from vllm_moe_ep_kernels.triton_kernels.few_rows_tiles import (
-    GROUP,
-    ProductTiles,
-    lookup_of,
-    weight_operand,
-)
+from vllm_moe_ep_kernels.triton_kernels.few_rows_lookup import lookup_of, weight_operand
 from vllm_moe_ep_kernels.triton_kernels.fp8_cast import cast_groups
 from vllm_moe_ep_kernels.triton_kernels.swiglu_rows import swiglu
 
@@ -114,7 +110,7 @@ def _store(
         tl.store(places, activated.to(out_ptr.dtype.element_ty), mask=is_pair[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_ids"])
 def _gate_up_kernel(
     row_ptr,
     row_scale_ptr,

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_moe_ep_kernels.product_tiles import GROUP
 from vllm_moe_ep_kernels.reference.few_rows_routing import PairRouting, RowTiles, max_row_tiles
 from vllm_moe_ep_kernels.triton_kernels.few_rows_loads import (
     let_next_kernel_start,
     wait_for_kernel_before,
 )
-from vllm_moe_ep_kernels.triton_kernels.few_rows_tiles import GROUP
 from vllm_moe_ep_kernels.triton_kernels.fp8_cast import cast_groups
 from vllm_moe_ep_kernels.triton_kernels.local_ids import load_local_ids
 
@@ -87,7 +87,16 @@ def _cast(
     tl.store(scale_ptr + token * num_groups + groups, scale, mask=is_group)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "num_pairs",
+        "num_ids",
+        "num_experts",
+        "num_tiles",
+        "parts_per_token",
+        "num_groups",
+    ]
+)
 def _plan_kernel(
     ids_ptr,
     map_ptr,

@@ -12,9 +12,18 @@ from vllm_moe_ep.adapters.vllm.groups import layer_collectives
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.deepgemm.blackwell_experts import BlackwellExperts
 from vllm_moe_ep.deepgemm.experts_by_size import ExpertsBySize
+from vllm_moe_ep.deepgemm.few_row_experts import FewRowExperts
+from vllm_moe_ep.deepgemm.few_row_kernels import load_few_row_kernels
 from vllm_moe_ep.deepgemm.hopper_experts import HopperExperts, HopperWeights
 from vllm_moe_ep.deepgemm.library import deep_gemm
-from vllm_moe_ep.deepgemm.path_table import TABLE, Entry, only, with_alignment
+from vllm_moe_ep.deepgemm.path_table import (
+    FEW_ROWS_BELOW,
+    TABLE,
+    Entry,
+    only,
+    with_alignment,
+    with_few_rows,
+)
 from vllm_moe_ep.deepgemm.row_kernels import load_row_kernels
 from vllm_moe_ep.deepgemm.symbols import SET_ALIGNMENT
 from vllm_moe_ep.deepgemm.weight_scales import ScaledWeight, prepare_fp8_weight
@@ -43,6 +52,7 @@ def build_layer(layer: Any, config: MoEConfig) -> KernelEPLayer:
         config.num_experts,
         _deepgemm_experts(layer, weights),
         _engine_experts(layer, weights, entries),
+        _few_row_experts(layer, weights, entries, config.num_experts),
     )
     built = KernelEPLayer(
         config,
@@ -76,11 +86,21 @@ def entries_for(layer: Any, weights: HopperWeights) -> tuple[Entry, ...]:
     """The table of this format under the settings, as far as the library allows.
 
     Raises:
-        UnsupportedError: the engine's kernel alone is asked for, on a layer with a clamp.
+        UnsupportedError: the engine's kernel alone is asked for, on a layer with a clamp; or the
+            few-row kernels on another device than SM90.
     """
-    entries = TABLE["fp8" if weights.is_fp8 else "bf16"]
+    form = "fp8" if weights.is_fp8 else "bf16"
+    entries = TABLE[form]
     path = layer.settings.cuda_path
-    if layer.swiglu_limit is not None:
+    bundle = deep_gemm("fp8_block" if weights.is_fp8 else "bf16")
+    if path == "few_rows":
+        if bundle.capability[0] != 9:
+            raise UnsupportedError(
+                "VLLM_MOE_EP_CUDA_PATH=few_rows is for Hopper (SM90), found "
+                f"SM{bundle.capability[0]}{bundle.capability[1]}: use auto."
+            )
+        entries = with_few_rows(FEW_ROWS_BELOW[form], entries)
+    elif layer.swiglu_limit is not None:
         # The engine's kernel of small steps is told of no clamp.
         if path == "engine":
             raise UnsupportedError(
@@ -88,10 +108,9 @@ def entries_for(layer: Any, weights: HopperWeights) -> tuple[Entry, ...]:
                 f"at {layer.swiglu_limit}, which static-ep does on DeepGEMM only: use auto or "
                 "deepgemm."
             )
-        path = "deepgemm"
-    if path != "auto":
+        entries = only("deepgemm", entries)
+    elif path != "auto":
         entries = only(path, entries)
-    bundle = deep_gemm("fp8_block" if weights.is_fp8 else "bf16")
     has_choice = bundle.capability[0] == 9 and SET_ALIGNMENT in bundle.functions
     return entries if has_choice else with_alignment(entries, bundle.alignment)
 
@@ -121,8 +140,21 @@ def _engine_experts(
     return EngineExperts(layer.moe_config, weights, layer._expert_map)
 
 
+def _few_row_experts(
+    layer: Any, weights: HopperWeights, entries: tuple[Entry, ...], num_experts: int
+) -> Callable[[RoutedTokens], Tensor] | None:
+    if all(entry.path != "few_rows" for entry in entries):
+        return None
+    kernels = load_few_row_kernels("triton_kernels")
+    return FewRowExperts(weights, kernels, num_experts, layer._expert_map, layer.swiglu_limit)
+
+
 def _described(entries: tuple[Entry, ...]) -> str:
-    names = {"engine": "vLLM's Triton kernel", "deepgemm": "DeepGEMM"}
+    names = {
+        "engine": "vLLM's Triton kernel",
+        "few_rows": "kernels for few rows",
+        "deepgemm": "DeepGEMM",
+    }
     return "; ".join(
         f"{names[entry.path]}{f' in tiles of {entry.alignment} rows' if entry.alignment else ''} "
         f"from {entry.min_rows_per_expert:g} rows per expert"

@@ -1,4 +1,4 @@
-"""How the few-row products are cut into programs: numbers that a measurement chooses."""
+"""How a program of the few-row products finds its pairs and its weights, as arguments."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,45 +6,8 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from vllm_moe_ep_kernels.product_tiles import GROUP, MAX_LOOKUP_PAIRS, ProductTiles
 from vllm_moe_ep_kernels.reference.few_rows_routing import PairRouting
-
-GROUP = 128
-"""Columns with one activation scale; rows and columns with one weight scale."""
-MAX_LOOKUP_PAIRS = 1024
-"""Pairs among which each program may look up its own; with more, tiles are needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProductTiles:
-    """One product's programs.
-
-    Attributes:
-        block_rows: pairs in a program, a power of two from 8.
-        block_columns: weight rows in a program (of gate and of up each), a power of two that
-            divides 128.
-        num_warps: of a program.
-        num_stages: steps of 128 columns whose loads are under way together, and one more.
-        has_descriptors: weights come through the tensor memory accelerator instead of by
-            asynchronous copies of 16 bytes.
-        is_overlapped: programs start while the kernel before them ends (programmatic dependent
-            launch, SM90).
-        prefetch_bytes: of each weight row, fetched to L2 before the wait for the kernel before;
-            a multiple of 16, 0 for none. Only where `is_overlapped`.
-    """
-
-    block_rows: int = 16
-    block_columns: int = 64
-    num_warps: int = 4
-    num_stages: int = 4
-    has_descriptors: bool = False
-    is_overlapped: bool = False
-    prefetch_bytes: int = 0
-
-    @property
-    def launch_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        # Named only where it is used: interpreted kernels take no such option.
-        return {**options, "launch_pdl": True} if self.is_overlapped else options
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +43,9 @@ def lookup_of(routing: PairRouting, tiles: ProductTiles) -> Lookup:
             f"{routing.num_pairs} pairs are too many to look up in each program, at most "
             f"{MAX_LOOKUP_PAIRS}: plan tiles first."
         )
-    is_by_expert = routing.num_local_experts < routing.num_pairs
+    block_pairs = triton.next_power_of_2(routing.num_pairs)
+    # By the block, not by the pairs: sizes with one block share their compiled kernel.
+    is_by_expert = routing.num_local_experts < block_pairs
     num_groups = routing.num_local_experts if is_by_expert else routing.num_pairs
     return Lookup(
         num_groups=num_groups if plan is None else plan.expert.shape[0],
@@ -94,8 +59,8 @@ def lookup_of(routing: PairRouting, tiles: ProductTiles) -> Lookup:
         constants={
             "HAS_MAP": routing.expert_map is not None,
             "HAS_TILES": plan is not None,
-            "IS_BY_EXPERT": is_by_expert,
-            "BLOCK_PAIRS": triton.next_power_of_2(routing.num_pairs) if plan is None else 1,
+            "IS_BY_EXPERT": is_by_expert and plan is None,
+            "BLOCK_PAIRS": block_pairs if plan is None else 1,
         },
     )
 
