@@ -14,7 +14,7 @@ from vllm_moe_ep_kernels.nki.expert_cost import (
     expert_cost,
     refusal,
 )
-from vllm_moe_ep_kernels.nki.experts import gated_experts
+from vllm_moe_ep_kernels.nki.experts import gated_experts, grouped_experts
 from vllm_moe_ep_kernels.nki.launch import has_simulator
 from vllm_moe_ep_kernels.nki.prepare import PreparedWeight, prepare
 from vllm_moe_ep_kernels.nki_emulator.counts import Counts
@@ -28,13 +28,15 @@ FORMS = {
     "fp8 1x128": WeightForm(False, 128, True, 1),
     "fp8 1x32 fp32": WeightForm(False, 32, True, 4),
     "FP4 1x32": WeightForm(True, 32, True, 1),
+    "fp8 per channel": WeightForm(False, 0, True, 4),
 }
 
 
 def make_weight(form: WeightForm, n: int, k: int, k_parts: int) -> PreparedWeight:
     rng = np.random.default_rng()
     values = rng.integers(0, 0x78, (NUM_EXPERTS, n, k // (2 if form.is_fp4 else 1)), dtype=np.uint8)
-    block_size = (1 if form.is_scale_per_row else 128, form.columns_per_scale)
+    columns = form.columns_per_scale or k // k_parts
+    block_size = (1 if form.is_scale_per_row else 128, columns)
     size = (NUM_EXPERTS, n // block_size[0], k // block_size[1])
     is_byte = form.scale_bytes == 1
     scale = np.full(size, 110, np.uint8) if is_byte else np.full(size, 1e-5, np.float32)
@@ -44,8 +46,10 @@ def make_weight(form: WeightForm, n: int, k: int, k_parts: int) -> PreparedWeigh
 def counted(shape: ExpertShape, form: WeightForm, num_hit: int) -> Counts:
     w13 = make_weight(form, 2 * WIDTH, HIDDEN, 1)
     w2 = make_weight(form, HIDDEN, WIDTH, 2)
+    size = (*([NUM_EXPERTS] if shape.has_own_rows else []), shape.num_rows, HIDDEN)
+    kernel = grouped_experts if shape.has_own_rows else gated_experts
     arguments = {
-        "x": np.ones((shape.num_rows, HIDDEN), ml_dtypes.bfloat16),
+        "x": np.ones(size, ml_dtypes.bfloat16),
         "w13_codes": w13.codes,
         "w13_scales": w13.scales,
         "w2_codes": w2.codes,
@@ -55,13 +59,17 @@ def counted(shape: ExpertShape, form: WeightForm, num_hit: int) -> Counts:
         "is_fp4": form.is_fp4,
         "swiglu_limit": shape.swiglu_limit,
     }
-    return simulate(gated_experts, shape.num_cores, arguments).counts[0]
+    return simulate(kernel, shape.num_cores, arguments).counts[0]
 
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("num_rows", "limit"), [(1, 0.0), (9, 7.0), (33, 0.0), (128, 7.0)])
-def test_costs_are_those_counted(name: str, num_rows: int, limit: float) -> None:
-    shape, form = ExpertShape(num_rows, HIDDEN, WIDTH, limit), FORMS[name]
+@pytest.mark.parametrize("has_own_rows", [False, True])
+def test_costs_are_those_counted(
+    name: str, num_rows: int, limit: float, has_own_rows: bool
+) -> None:
+    form = FORMS[name]
+    shape = ExpertShape(num_rows, HIDDEN, WIDTH, limit, has_own_rows=has_own_rows)
     assert refusal(shape, form) is None
     base, each = base_cost(shape, NUM_EXPERTS), expert_cost(shape, form)
     for num_hit in (0, 2):

@@ -132,8 +132,8 @@ def test_ops_are_valid() -> None:
     rows, flag = torch.randn(3, 128), torch.ones(1, 1, dtype=torch.int32)
     static = (0, 256, False, False, 2)
     parts = (rows, weight.codes, weight.scales)
-    torch.library.opcheck(ops.nki_block_linear, (*parts, *static))
-    torch.library.opcheck(ops.nki_gated_block_linear, (*parts, flag, *static))
+    torch.library.opcheck(ops.nki_block_linear, (*parts, None, *static))
+    torch.library.opcheck(ops.nki_block_linear, (*parts, flag, *static))
     torch.library.opcheck(ops.nki_swiglu, (torch.randn(3, 128), torch.rand(3), 0.5, 2))
 
 
@@ -150,13 +150,13 @@ def test_experts_op() -> None:
     flags = torch.ones(1, 4, dtype=torch.int32)
     parts = (floats.hidden_states, *weights, row_weight)
     expected = floats.routed(cast=cast_of(ACTIVATION))
-    gated = ops.nki_gated_experts(*parts, flags, False, 0.0, 2)
+    gated = ops.nki_experts(*parts, flags, False, 0.0, 2)
     assert rel_l2(gated, expected) <= fmt.output_limit
-    listed = ops.nki_listed_experts(*parts, *ops.hit_list(flags), False, 0.0, 2)
+    listed = ops.nki_experts(*parts, flags, False, 0.0, 2, is_list=True)
     torch.testing.assert_close(listed, gated, rtol=1e-5, atol=1e-5)
     few = (floats.hidden_states[:3], *weights, row_weight[:, :3])
-    torch.library.opcheck(ops.nki_gated_experts, (*few, flags, False, 0.0, 2))
-    torch.library.opcheck(ops.nki_listed_experts, (*few, *ops.hit_list(flags), False, 0.0, 2))
+    torch.library.opcheck(ops.nki_experts, (*few, flags, False, 0.0, 2))
+    torch.library.opcheck(ops.nki_experts, (*few, flags, False, 0.0, 2, True))
 
 
 def test_hit_list() -> None:

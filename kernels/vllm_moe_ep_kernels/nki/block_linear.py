@@ -41,14 +41,11 @@ def gated_block_linear(
     """
     rows = load_rows(x)
     total = _zeros(codes, rows, is_fp4)
-    flags = load_flags(flag)
-    trips = nisa.register_alloc()
-    nisa.register_load(trips, flags)
 
     def body(_: Any) -> None:
         _add_panels(total, rows, codes, scales, expert, is_fp4)
 
-    nl.fori_loop(0, trips, body)
+    nl.fori_loop(0, register_of(load_flags(flag)), body)
     return _store(total, codes, rows, is_fp4, is_interleaved)
 
 
@@ -58,6 +55,13 @@ def load_flags(flags: Any) -> Any:
     nisa.dma_copy(dst=tile, src=flags)
     nisa.tensor_scalar(dst=tile, data=tile, op0=nl.not_equal, operand0=0.0)
     return tile
+
+
+def register_of(number: Any) -> Any:
+    """A register that holds the number of a 1-element SBUF tile."""
+    register = nisa.register_alloc()
+    nisa.register_load(register, number)
+    return register
 
 
 def blocks_of_n(codes: Any, k_blocks: int, is_fp4: bool) -> tuple[int, int]:
@@ -146,4 +150,4 @@ def store_blocks(total: Any, out: Any, first: int) -> None:
         tile = nl.ndarray((blocks * rows, _P), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=tile, src=turned, engine=nisa.engine.scalar)
         place = columns[row : row + rows, first + block : first + block + blocks, :]
-        nisa.dma_copy(dst=place.permute((1, 0, 2)), src=tile)
+        nisa.dma_copy(dst=place.permute((1, 0, 2)), src=tile, dge_mode=nisa.dge_mode.hwdge)

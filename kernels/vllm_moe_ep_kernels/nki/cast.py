@@ -13,6 +13,7 @@ BATCH = 16
 # 1.875, else twice that. Added to fp32 bits, this carries into the exponent just then.
 _CARRY_ABOVE_1_875 = 0x0FFFFF
 _EXPONENT_OF_240 = 7
+_INFINITY = 0x7F800000
 
 Fetch = Callable[[Any, int, int, int, int], None]
 
@@ -26,8 +27,14 @@ def load_rows(x: Any) -> Any:
     blocks = x.reshape((num_rows, k // _P, _P))
 
     def fetch(raw: Any, block: int, num_blocks: int, row: int, rows: int) -> None:
-        part = blocks[row : row + rows, block : block + num_blocks, :]
-        nisa.dma_copy(dst=raw, src=part.permute((1, 0, 2)))
+        part = blocks[row : row + rows, block : block + num_blocks, :].permute((1, 0, 2))
+        if x.dtype == nl.float32:
+            nisa.dma_copy(dst=raw, src=part, dge_mode=nisa.dge_mode.hwdge)
+            return
+        # The scalar engine casts: DMA inside a loop cannot.
+        tile = nl.ndarray(raw.shape, dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=part, dge_mode=nisa.dge_mode.hwdge)
+        nisa.tensor_copy(dst=raw, src=tile, engine=nisa.engine.scalar)
 
     return cast(fetch, num_rows, k // _P)
 
@@ -89,6 +96,10 @@ def _cast_batch(fetch: Fetch, tiles: list[tuple[int, int, int, int]], out: Any) 
 def _quantise_dequantise(raw: Any) -> Any:
     """fp32 [parts, groups, 32] -> bf16 of the same shape: what e4m3 within +-240 keeps."""
     parts, groups, _ = raw.shape
+    # Infinities become NaN: what a cast to fp8 makes of them is not documented. Numbers stay.
+    nisa.scalar_tensor_tensor(
+        dst=raw, data=raw, op0=nl.multiply, operand0=0.0, op1=nl.add, operand1=raw
+    )
     magnitude = nl.ndarray(raw.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=magnitude.view(nl.int32),
@@ -100,7 +111,7 @@ def _quantise_dequantise(raw: Any) -> Any:
     nisa.tensor_reduce(dst=amax, op=nl.maximum, data=magnitude, axis=2)
     scale, inverse = _power_of_two_scales(amax)
     codes = nl.ndarray(raw.shape, dtype=nl.float8_e4m3, buffer=nl.sbuf)
-    # Within +-240 by the choice of the scale: no clamp, which would turn infinity into a number.
+    # Within +-240 by the choice of the scale: no clamp.
     nisa.tensor_tensor(dst=codes, data1=raw, data2=_spread(inverse), op=nl.multiply)
     kept = nl.ndarray(raw.shape, dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=kept, data1=codes, data2=_spread(scale), op=nl.multiply)
@@ -114,9 +125,12 @@ def _spread(per_group: Any) -> Any:
 def _power_of_two_scales(amax: Any) -> tuple[Any, Any]:
     """fp32 tiles of 2**ceil(log2(amax / 240)), at least 2**-126, and of its inverse."""
     bits = nl.ndarray(amax.shape, dtype=nl.int32, buffer=nl.sbuf)
-    carry = nl.ndarray(amax.shape, dtype=nl.int32, buffer=nl.sbuf)
-    nisa.memset(dst=carry, value=_CARRY_ABOVE_1_875)
-    nisa.tensor_tensor(dst=bits, data1=amax.view(nl.int32), data2=carry, op=nl.add)
+    constant = nl.ndarray(amax.shape, dtype=nl.int32, buffer=nl.sbuf)
+    # NaN with a large payload would overflow below.
+    nisa.memset(dst=constant, value=_INFINITY, engine=nisa.engine.gpsimd)
+    nisa.tensor_tensor(dst=bits, data1=amax.view(nl.int32), data2=constant, op=nl.minimum)
+    nisa.memset(dst=constant, value=_CARRY_ABOVE_1_875, engine=nisa.engine.gpsimd)
+    nisa.tensor_tensor(dst=bits, data1=bits, data2=constant, op=nl.add)
     nisa.tensor_scalar(
         dst=bits, data=bits, op0=nl.right_shift, operand0=23, op1=nl.bitwise_and, operand1=0xFF
     )

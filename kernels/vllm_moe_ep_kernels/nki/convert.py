@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 _LARGEST_E8M0 = 254
 _NAN_E8M0 = 255
+_NAN_E4M3 = 0x7F
 # Unpacked FP4 numbers are e5m2 bit patterns of 2**-14 times the number.
 FP4_SHIFT = 14
 
@@ -44,18 +45,43 @@ def expand_fp4(
     Args:
         values: uint8 [experts, n, k / 2]; scale: UE8M0 [experts, n, k / 32], k a multiple of 128.
     """
-    magnitudes = np.array([0, 1, 2, 3, 4, 6, 8, 12])  # in halves
+    halves = np.array([0, 1, 2, 3, 4, 6, 8, 12])
     codes = np.stack([values & 0xF, values >> 4], axis=-1).reshape(*values.shape[:2], -1)
     _check_e8m0(scale, np.array(FP4_SHIFT))
+    # The largest number, 6, becomes 192; 0.5 becomes 16 times 2**-down, a subnormal from 2**-7 on.
+    expanded, base, num_inexact = _with_one_scale_of_four(halves[codes & 7] * 16.0, scale)
+    return (expanded | (codes & 8) << 4).astype(np.uint8), (base - 5).clip(0), num_inexact
+
+
+def join_scales(
+    codes: NDArray[np.uint8], scale: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int]:
+    """e4m3 bytes with a scale per 32 columns as e4m3 bytes with one UE8M0 scale per 128.
+
+    The largest of four scales stays. Under the others numbers get smaller: exact but for those that
+    lose bits below 2**-9, which are rounded and counted.
+
+    Args:
+        codes: OCP e4m3 [experts, n, k]; scale: UE8M0 [experts, n, k / 32], k a multiple of 128.
+    """
+    _check_e8m0(scale, np.array(0))
+    magnitude = codes & 0x7F
+    joined, base, num_inexact = _with_one_scale_of_four(_e4m3_numbers(magnitude), scale)
+    is_nan = magnitude == _NAN_E4M3
+    num_inexact -= int((is_nan & (joined != magnitude)).sum())
+    return (np.where(is_nan, magnitude, joined) | codes & 0x80).astype(np.uint8), base, num_inexact
+
+
+def _with_one_scale_of_four(
+    numbers: NDArray, scale: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int]:
+    """e4m3 codes of numbers >= 0 under the largest of each four scales, it, and how many round."""
     groups = scale.astype(np.int64).reshape(*scale.shape[:2], -1, 4)
     base = groups.max(axis=-1)
     down = np.repeat((base[..., None] - groups).reshape(scale.shape), 32, axis=-1)
-    # The largest number, 6, becomes 192; 0.5 becomes 16 times 2**-down, a subnormal from 2**-7 on.
-    wanted = magnitudes[codes & 7] * 16.0 * np.exp2(-down)
-    magnitude = _e4m3_codes(wanted)
-    num_inexact = int((_e4m3_numbers(magnitude) != wanted).sum())
-    expanded = (magnitude | (codes & 8) << 4).astype(np.uint8)
-    return expanded, (base - 5).clip(0).astype(np.uint8), num_inexact
+    wanted = numbers * np.exp2(-down)
+    codes = _e4m3_codes(wanted)
+    return codes, base.astype(np.uint8), int((_e4m3_numbers(codes) != wanted).sum())
 
 
 def shifted(scale: NDArray[np.uint8], shift: int) -> NDArray[np.uint8]:
@@ -77,7 +103,7 @@ def lost_to_zero(codes: NDArray, scale: NDArray, block_size: tuple[int, int]) ->
 
 
 def _e4m3_codes(numbers: NDArray) -> NDArray[np.uint8]:
-    """Codes of numbers from 0 to 240, ties to even."""
+    """OCP codes of numbers from 0 to 448, ties to even."""
     exponent = np.maximum(np.frexp(np.maximum(numbers, 2.0**-20))[1] - 1, -6)
     steps = np.rint(numbers * np.exp2(3.0 - exponent)).astype(np.int64)
     # Steps 8 to 16 of a binade continue its exponent field, and those below 8 are subnormals.

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from vllm_moe_ep_kernels.linears import LinearWeight
-from vllm_moe_ep_kernels.nki.ops import nki_block_linear, nki_gated_block_linear, nki_swiglu
-from vllm_moe_ep_kernels.nki.prepare import BLOCK, PreparedWeight, prepare, why_not
+from vllm_moe_ep_kernels.nki.ops import nki_block_linear, nki_swiglu
+from vllm_moe_ep_kernels.nki.prepare import PreparedWeight, has_span, prepare, why_not
 
 
 class NkiLinears:
@@ -22,7 +22,7 @@ class NkiLinears:
 
     def has_kernel(self, n: int, k: int, block_size: tuple[int, int], is_fp4: bool) -> bool:
         fits = why_not(n, k, self.num_cores, is_fp4) is None
-        return fits and block_size[1] in (32, BLOCK) and k % block_size[1] == 0
+        return fits and has_span(k, block_size[1])
 
     def prepare(
         self,
@@ -60,15 +60,19 @@ class NkiLinears:
         return prepare(codes, factors, block_size, is_fp4, self.num_cores, k_parts, is_interleaved)
 
     def linear(self, rows: Tensor, weight: LinearWeight, expert: int) -> Tensor:
-        static = (expert, weight.n, weight.is_fp4, weight.is_interleaved, self.num_cores)
-        return nki_block_linear(rows, weight.codes, weight.scales, *static)
+        return self._product(rows, weight, expert, None)
 
     def linear_gated(self, rows: Tensor, weight: LinearWeight, expert: int, flag: Tensor) -> Tensor:
-        static = (expert, weight.n, weight.is_fp4, weight.is_interleaved, self.num_cores)
-        return nki_gated_block_linear(rows, weight.codes, weight.scales, flag, *static)
+        return self._product(rows, weight, expert, flag)
 
     def linear_raw(self, rows: Tensor, weight: LinearWeight) -> Tensor:
         return self.linear(rows, weight, 0)
 
     def swiglu(self, gate_up: Tensor, row_weight: Tensor, swiglu_limit: float | None) -> Tensor:
         return nki_swiglu(gate_up, row_weight, swiglu_limit or 0.0, self.num_cores)
+
+    def _product(
+        self, rows: Tensor, weight: LinearWeight, expert: int, flag: Tensor | None
+    ) -> Tensor:
+        static = (expert, weight.n, weight.is_fp4, weight.is_interleaved, self.num_cores)
+        return nki_block_linear(rows, weight.codes, weight.scales, flag, *static)

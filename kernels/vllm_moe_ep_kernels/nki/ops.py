@@ -34,51 +34,36 @@ def _like_linear(rows: Tensor, *_: object, n: int = 0) -> Tensor:
     return rows.new_empty((rows.shape[0], n), dtype=torch.float32)
 
 
-@_op(lambda rows, codes, scales, expert, n, *_: _like_linear(rows, n=n))
+@_op(lambda rows, codes, scales, flag, expert, n, *_: _like_linear(rows, n=n))
 def nki_block_linear(
     rows: Tensor,
     codes: Tensor,
     scales: Tensor,
+    flag: Tensor | None,
     expert: int,
     n: int,
     is_fp4: bool,
     is_interleaved: bool,
     num_cores: int,
 ) -> Tensor:
-    """fp32 [rows, n]; see the kernel ``block_linear``. More rows than fit are taken in turns."""
-    constants = {"expert": expert, "is_fp4": is_fp4, "is_interleaved": is_interleaved}
-    parts = [
-        launch(
-            linear_kernels.block_linear,
-            num_cores,
-            {"x": part, "codes": codes, "scales": scales, **constants},
-        )
-        for part in _parts(rows, linear_kernels.MAX_ROWS)
-    ]
-    return torch.cat(parts) if parts else _like_linear(rows, n=n)
+    """fp32 [rows, n]; more rows than fit are taken in turns.
 
-
-@_op(lambda rows, codes, scales, flag, expert, n, *_: _like_linear(rows, n=n))
-def nki_gated_block_linear(
-    rows: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    flag: Tensor,
-    expert: int,
-    n: int,
-    is_fp4: bool,
-    is_interleaved: bool,
-    num_cores: int,
-) -> Tensor:
-    """fp32 [rows, n]; see the kernel ``gated_block_linear``."""
-    constants = {"expert": expert, "is_fp4": is_fp4, "is_interleaved": is_interleaved}
+    See the kernels ``block_linear`` and, where there is a flag, ``gated_block_linear``.
+    """
+    arguments = {
+        "codes": codes,
+        "scales": scales,
+        "expert": expert,
+        "is_fp4": is_fp4,
+        "is_interleaved": is_interleaved,
+    }
+    kernel: Callable[..., Any] = linear_kernels.block_linear
+    if flag is not None:
+        kernel, arguments["flag"] = linear_kernels.gated_block_linear, flag
     parts = [
-        launch(
-            linear_kernels.gated_block_linear,
-            num_cores,
-            {"x": part, "codes": codes, "scales": scales, "flag": flag, **constants},
-        )
-        for part in _parts(rows, linear_kernels.MAX_ROWS)
+        launch(kernel, num_cores, {"x": part, **arguments})
+        for part in rows.split(linear_kernels.MAX_ROWS)
+        if part.shape[0]
     ]
     return torch.cat(parts) if parts else _like_linear(rows, n=n)
 
@@ -101,7 +86,7 @@ def _like_rows(rows: Tensor, *_: object) -> Tensor:
 
 
 @_op(_like_rows)
-def nki_gated_experts(
+def nki_experts(
     rows: Tensor,
     w13_codes: Tensor,
     w13_scales: Tensor,
@@ -112,72 +97,43 @@ def nki_gated_experts(
     is_fp4: bool,
     limit: float,
     num_cores: int,
+    is_list: bool = False,
 ) -> Tensor:
-    """fp32 [rows, hidden_size]; see the kernel ``gated_experts``, whose partial sums are added."""
+    """fp32 of the rows' shape: the cores' partial sums added.
+
+    Rows [rows, hidden_size] go to the kernel ``gated_experts``, or to ``listed_experts`` if
+    ``is_list``, and more than fit are taken in turns. Rows [experts, rows, hidden_size] go to
+    ``grouped_experts``.
+    """
     arguments = {
         "w13_codes": w13_codes,
         "w13_scales": w13_scales,
         "w2_codes": w2_codes,
         "w2_scales": w2_scales,
-        "flags": flags,
         "is_fp4": is_fp4,
         "swiglu_limit": limit,
     }
-    return _experts(expert_kernels.gated_experts, rows, row_weight, arguments, num_cores)
-
-
-@_op(_like_rows)
-def nki_listed_experts(
-    rows: Tensor,
-    w13_codes: Tensor,
-    w13_scales: Tensor,
-    w2_codes: Tensor,
-    w2_scales: Tensor,
-    row_weight: Tensor,
-    expert_ids: Tensor,
-    count: Tensor,
-    is_fp4: bool,
-    limit: float,
-    num_cores: int,
-) -> Tensor:
-    """fp32 [rows, hidden_size]; see the kernel ``listed_experts``."""
-    arguments = {
-        "w13_codes": w13_codes,
-        "w13_scales": w13_scales,
-        "w2_codes": w2_codes,
-        "w2_scales": w2_scales,
-        "expert_ids": expert_ids,
-        "count": count,
-        "is_fp4": is_fp4,
-        "swiglu_limit": limit,
-    }
-    return _experts(expert_kernels.listed_experts, rows, row_weight, arguments, num_cores)
+    if is_list:
+        arguments["expert_ids"], arguments["count"] = hit_list(flags)
+    else:
+        arguments["flags"] = flags
+    kernel: Callable[..., Any] = expert_kernels.grouped_experts
+    if rows.dim() == 2:
+        kernel = expert_kernels.listed_experts if is_list else expert_kernels.gated_experts
+    sums = []
+    for start in range(0, rows.shape[-2], expert_kernels.MAX_ROWS):
+        stop = start + expert_kernels.MAX_ROWS
+        x, weight = rows[..., start:stop, :].contiguous(), row_weight[:, start:stop].contiguous()
+        call = {"x": x, "row_weight": weight, **arguments}
+        sums.append(launch(kernel, num_cores, call).sum(dim=0))
+    return torch.cat(sums, dim=-2) if sums else _like_rows(rows)
 
 
 def hit_list(flags: Tensor) -> tuple[Tensor, Tensor]:
     """int32 flags [1, experts] -> ids [1, experts], those that are hit first, and how many are.
 
-    All shapes are static; for ``nki_listed_experts``.
+    All shapes are static; as ``listed_experts`` takes them.
     """
     hit = flags != 0
     ids = torch.argsort(hit.to(torch.int32), dim=1, descending=True, stable=True)
     return ids.to(torch.int32), hit.sum(dim=1, keepdim=True).to(torch.int32)
-
-
-def _experts(
-    kernel: Callable[..., Any],
-    rows: Tensor,
-    row_weight: Tensor,
-    arguments: dict[str, Any],
-    num_cores: int,
-) -> Tensor:
-    sums = []
-    for start in range(0, rows.shape[0], expert_kernels.MAX_ROWS):
-        stop = start + expert_kernels.MAX_ROWS
-        part = {"x": rows[start:stop], "row_weight": row_weight[:, start:stop].contiguous()}
-        sums.append(launch(kernel, num_cores, part | arguments).sum(dim=0))
-    return torch.cat(sums) if sums else _like_rows(rows)
-
-
-def _parts(rows: Tensor, size: int) -> tuple[Tensor, ...]:
-    return rows.split(size) if rows.shape[0] else ()

@@ -25,9 +25,9 @@ class PreparedWeight:
     Attributes:
         codes: uint8 [experts, k_parts, panels, 128, panel bytes]. fp8: [panel blocks, blocks of k,
             128 n]. FP4: the same with half as many blocks, each byte a number of two blocks.
-        scales: for blocks of 128 x 128, fp32 [experts, k_parts, blocks of n * units]; for scales
+        scales: for blocks of 128 rows, fp32 [experts, k_parts, blocks of n * units]; for scales
             per row [experts, k_parts, 128, blocks of n * units], fp32 or uint8 UE8M0. A unit is
-            as many k as share a scale: 32 or 128.
+            as many k as share a scale.
         n, k: the size of a matrix.
         is_fp4: packed FP4.
         is_interleaved: blocks alternate between the first and the second half of n (gate and up).
@@ -60,6 +60,11 @@ def why_not(n: int, k: int, num_cores: int, is_fp4: bool, k_parts: int = 1) -> s
     return None
 
 
+def has_span(k: int, columns: int) -> bool:
+    """Whether scales may span so many of k columns: 32, or a multiple of 128 that divides them."""
+    return k % columns == 0 and (columns == 32 or columns % BLOCK == 0)
+
+
 def prepare(
     values: NDArray[np.uint8],
     scale: NDArray,
@@ -74,7 +79,7 @@ def prepare(
     Args:
         values: OCP e4m3 bytes [experts, n, k], or FP4 [experts, n, k / 2], low nibble first.
         scale: fp32 or uint8 UE8M0 [experts, ceil(n / block_n), k / block_k].
-        block_size: (block_n, block_k), block_k 32 or 128.
+        block_size: (block_n, block_k), block_k as ``has_span`` wants it for one part of k.
         is_fp4: what values are.
         num_cores: physical cores of a logical core, among which blocks of n are shared out.
         k_parts: parts of k that are read separately: num_cores for the down weight of an expert.
@@ -88,8 +93,11 @@ def prepare(
     reason = why_not(n, k, num_cores, is_fp4, k_parts)
     if reason is not None:
         raise ValueError(f"No kernel for this weight: {reason}.")
-    if block_size[1] not in (32, BLOCK) or k % block_size[1]:
-        raise ValueError(f"Scales span 32 or 128 columns, found {block_size[1]}.")
+    if not has_span(k // k_parts, block_size[1]):
+        raise ValueError(
+            f"Scales span 32 columns or a multiple of 128 that divides {k // k_parts}, found "
+            f"{block_size[1]}."
+        )
     if is_fp4:
         codes = np.stack([values & 0xF, values >> 4], axis=-1).reshape(num_experts, n, k)
         scale, num_inexact = shifted(scale, FP4_SHIFT), 0
@@ -143,7 +151,7 @@ def _lay_out_scales(
 ) -> NDArray:
     num_experts = len(scale)
     block_n = block_size[0]
-    if block_n == BLOCK and block_size[1] == BLOCK:
+    if block_n == BLOCK and block_size[1] >= BLOCK:
         if scale.dtype == np.uint8:
             scale = np.exp2(scale.astype(np.float32) - 127)
         parts = scale[:, order].reshape(num_experts, len(order), k_parts, -1)

@@ -38,6 +38,8 @@ class Counts:
         transfers: every DMA, in order.
         cycles: per engine. Row tiles of one matmul array count as running side by side.
         serial_tensor_cycles: the tensor engine's cycles if row tiles ran one after another.
+        narrow_vector_cycles: the vector engine's cycles if it took one input element a cycle and
+            partition, as the previous generation does.
         element_ops: per elementwise engine, elements written or reduced, all partitions.
         instructions: per engine.
         trips: trip count of each dynamic loop, in the order they were entered.
@@ -48,6 +50,7 @@ class Counts:
     transfers: list[Transfer] = field(default_factory=list)
     cycles: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     serial_tensor_cycles: float = 0.0
+    narrow_vector_cycles: float = 0.0
     element_ops: Counter[str] = field(default_factory=Counter)
     instructions: Counter[str] = field(default_factory=Counter)
     trips: list[int] = field(default_factory=list)

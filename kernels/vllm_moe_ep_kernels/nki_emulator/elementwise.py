@@ -72,7 +72,7 @@ def tensor_copy_predicated(dst: Tensor, src: Tensor, predicate: Tensor) -> None:
     require(not src.buffer == predicate.buffer == PSUM, "src and predicate are both in PSUM.")
     _same_elements(dst, src, predicate)
     chosen = np.where(_shaped(predicate, dst) != 0, _shaped(src, dst), dst.read())
-    _finish(dst, chosen, name, "tensor_copy_predicated")
+    _finish(dst, chosen, name, "tensor_copy_predicated", num_inputs=2)
 
 
 def tensor_tensor(
@@ -92,13 +92,19 @@ def tensor_tensor(
     if op in _BITS:
         lanes = _lanes(dst, *operands)
         left, right = (_shaped(tensor, dst).view(lanes) for tensor in operands)
-        _finish(dst, _BITS[op](left, right).view(dst.dtype), name, f"tensor_tensor {op}")
+        values = _BITS[op](left, right).view(dst.dtype)
     elif is_integer:
-        exact = [_shaped(tensor, dst).astype(np.int64) for tensor in operands]
-        _finish(dst, _ARITHMETIC[op](*exact).astype(dst.dtype), name, f"tensor_tensor {op}")
+        exact = _ARITHMETIC[op](*(_shaped(tensor, dst).astype(np.int64) for tensor in operands))
+        limits = np.iinfo(dst.dtype)
+        require(
+            bool(((exact >= limits.min) & (exact <= limits.max)).all()),
+            f"{op} of {dst.dtype} overflows.",
+        )
+        values = exact.astype(dst.dtype)
     else:
         left, right = (dtypes.to_float32(_shaped(tensor, dst)) for tensor in operands)
-        _finish_float(dst, _arithmetic(op)(left, right), name, f"tensor_tensor {op}")
+        values = dtypes.from_float32(_arithmetic(op)(left, right), dst.dtype)
+    _finish(dst, values, name, f"tensor_tensor {op}", num_inputs=2)
 
 
 def tensor_scalar(
@@ -147,7 +153,8 @@ def scalar_tensor_tensor(
     _same_elements(dst, data, operand1)
     first = _arithmetic(op0)(dtypes.to_float32(_shaped(data, dst)), _per_partition(operand0, dst))
     second = _arithmetic(op1)(first, dtypes.to_float32(_shaped(operand1, dst)))
-    _finish_float(dst, second, name, f"scalar_tensor_tensor {op0} {op1}")
+    trace = f"scalar_tensor_tensor {op0} {op1}"
+    _finish(dst, dtypes.from_float32(second, dst.dtype), name, trace, num_inputs=2)
 
 
 def tensor_reduce(dst: Tensor, op: str, data: Tensor, axis: int) -> None:
@@ -248,7 +255,12 @@ def _finish_float(
 
 
 def _finish(
-    dst: Tensor, values: NDArray, name: str, trace: str, longest: Tensor | None = None
+    dst: Tensor,
+    values: NDArray,
+    name: str,
+    trace: str,
+    longest: Tensor | None = None,
+    num_inputs: int = 1,
 ) -> None:
     dst.write(values.reshape(dst.shape))
     core = cores.current()
@@ -256,4 +268,7 @@ def _finish(
     per_partition = math.prod(source.shape[1:])
     cycles = max(per_partition / trainium2.ELEMENTS_PER_CYCLE, trainium2.MIN_CYCLES)
     core.counts.add(name, cycles, source.data.size)
+    if name == "vector":
+        narrow = max(num_inputs * per_partition, trainium2.MIN_CYCLES)
+        core.counts.narrow_vector_cycles += narrow
     core.scope.trace.append(f"{trace} {dst.shape} {dst.dtype}")

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep_kernels.nki.linears import NkiLinears
-from vllm_moe_ep_kernels.nki.ops import nki_gated_experts
-from vllm_moe_ep_kernels.nki.prepare import BLOCK, PreparedWeight, why_not
+from vllm_moe_ep_kernels.nki.ops import nki_experts
+from vllm_moe_ep_kernels.nki.prepare import PreparedWeight, why_not
 
 _MATRICES = ("w1", "w3", "w2")
 # What the wrapped forward reads besides weights.
@@ -38,7 +38,7 @@ class ExpertWeights(nn.Module):
         flags = (row_weight != 0).any(dim=1).to(torch.int32)[None]
         weights = (self.w13_codes, self.w13_scales, self.w2_codes, self.w2_scales)
         static = (False, max(swiglu_limit, 0.0), self.num_cores)
-        return nki_gated_experts(rows, *weights, row_weight, flags, *static)
+        return nki_experts(rows, *weights, row_weight, flags, *static)
 
 
 def refusal(experts: Any, num_cores: int = 2) -> str | None:
@@ -66,13 +66,15 @@ def prepared(experts: Any, num_cores: int = 2) -> ExpertWeights:
     gate_up = torch.cat([_rows(experts.w1_weight), _rows(experts.w3_weight)], dim=1)
     gate_up_scale = torch.cat([experts.w1_scale, experts.w3_scale], dim=1)
     linears = NkiLinears(num_cores)
+    down = _rows(experts.w2_weight)
+    # A channel's scale goes to each core's part of the down columns.
+    down_scale = experts.w2_scale[:, :, None].expand(-1, -1, num_cores)
     try:
         w13 = linears.lay_out(
-            gate_up, _per_block(gate_up_scale, gate_up), (1, BLOCK), is_interleaved=True
+            gate_up, _fp32(gate_up_scale[:, :, None]), (1, gate_up.shape[2]), is_interleaved=True
         )
-        down = _rows(experts.w2_weight)
         w2 = linears.lay_out(
-            down, _per_block(experts.w2_scale, down), (1, BLOCK), k_parts=num_cores
+            down, _fp32(down_scale), (1, down.shape[2] // num_cores), k_parts=num_cores
         )
     except ValueError as error:
         raise UnsupportedError(str(error)) from error
@@ -90,8 +92,5 @@ def _rows(weight: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn)
 
 
-def _per_block(scale: Tensor, rows: Tensor) -> Tensor:
-    """A channel's scale, once for each 128 columns."""
-    num_blocks = rows.shape[2] // BLOCK
-    scale = scale.detach().cpu().to(torch.float32)
-    return scale[:, :, None].expand(-1, -1, num_blocks).contiguous()
+def _fp32(scale: Tensor) -> Tensor:
+    return scale.detach().cpu().to(torch.float32).contiguous()
