@@ -1,39 +1,14 @@
 """What one expert of DeepSeek-V3's size costs on Trainium2, by the emulator's counts."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
-from vllm_moe_ep_kernels.nki.experts import gated_experts
 from vllm_moe_ep_kernels.nki.launch import has_simulator
 from vllm_moe_ep_kernels.nki.prepare import PreparedWeight, prepare
-from vllm_moe_ep_kernels.nki_emulator import trainium2
-from vllm_moe_ep_kernels.nki_emulator.simulate import Run, simulate
+from vllm_moe_ep_kernels.nki_emulator.expert_run import WEIGHTS, Expert, broken_bars
 
 HIDDEN, WIDTH = 7168, 2048
-WEIGHTS = ("w13_codes", "w13_scales", "w2_codes", "w2_scales")
 pytestmark = pytest.mark.skipif(has_simulator(), reason="counts are the emulator's")
-
-
-@dataclass(frozen=True)
-class Expert:
-    w13: PreparedWeight
-    w2: PreparedWeight
-
-    def run(self, num_rows: int, flag: int) -> Run:
-        arguments = {
-            "x": np.ones((num_rows, HIDDEN), np.float32),
-            "w13_codes": self.w13.codes,
-            "w13_scales": self.w13.scales,
-            "w2_codes": self.w2.codes,
-            "w2_scales": self.w2.scales,
-            "row_weight": np.ones((1, num_rows), np.float32),
-            "flags": np.array([[flag]], np.int32),
-            "is_fp4": self.w13.is_fp4,
-            "swiglu_limit": 0.0,
-        }
-        return simulate(gated_experts, 2, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +23,11 @@ def expert() -> Expert:
     return Expert(matrix(2 * WIDTH, HIDDEN, 1), matrix(HIDDEN, WIDTH, 2))
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 16])
-def test_a_hit_expert(expert: Expert, num_rows: int) -> None:
-    run = expert.run(num_rows, 1)
-    num_bytes = expert.w13.num_bytes + expert.w2.num_bytes
-    assert num_bytes <= run.bytes_read(*WEIGHTS) < 1.02 * num_bytes
-    for codes, weight in (("w13_codes", expert.w13), ("w2_codes", expert.w2)):
-        # As many bytes as there are, each of them at least once: none twice.
-        assert run.bytes_read(codes) == run.bytes_covered(codes) == weight.codes.nbytes
-    for counts in run.counts:
-        assert counts.critical()[0] == "hbm"
-        codes = [move for move in counts.transfers if move.tensor.endswith("codes")]
-        least = trainium2.MIN_DMA_BYTES_PER_PARTITION
-        assert min(move.bytes_per_partition for move in codes) >= least
-        assert min(move.chunk_bytes for move in codes) >= least
+@pytest.mark.parametrize(("num_rows", "has_own_rows"), [(1, False), (16, False), (16, True)])
+def test_a_hit_expert(expert: Expert, num_rows: int, has_own_rows: bool) -> None:
+    run = expert.run(num_rows, 1, has_own_rows=has_own_rows)
+    assert broken_bars(expert, run) == []
+    assert all(counts.critical()[0] == "hbm" for counts in run.counts)
     first, second = (counts.bytes_read() for counts in run.counts)
     assert first == second
 
@@ -70,3 +36,4 @@ def test_an_expert_that_is_not_hit(expert: Expert) -> None:
     run = expert.run(16, 0)
     assert run.bytes_read(*WEIGHTS) == 0
     assert run.counts[0].critical()[1] < 15
+    assert len(broken_bars(expert, run)) > 0

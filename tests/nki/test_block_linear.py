@@ -38,7 +38,7 @@ def _expected(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 @each_format
-@pytest.mark.parametrize("num_rows", [1, 8, 16, 33, 128, 200])
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 33, 127, 128, 129, 300])
 def test_values(fmt: QuantFormat, num_rows: int) -> None:
     n, k = 512, 384
     matrix = random_matrix(fmt, (2,), n, k)
@@ -63,6 +63,23 @@ def test_layouts(name: str, num_cores: int, k_parts: int, is_interleaved: bool) 
     result = run_kernel(block_linear, num_cores, x=rows, **_arguments(weight))
     exact = quant_oracle.dequantise(matrix.values[0], matrix.scale[0], *fmt.block_size)
     assert rel_l2(result.output, _expected(rows, exact)) <= 1e-3
+
+
+@pytest.mark.parametrize("num_rows", [2, 40])
+@pytest.mark.parametrize("k_parts", [1, 2])
+def test_a_scale_per_channel(num_rows: int, k_parts: int) -> None:
+    n, k = 256, 512
+    values = (100 * torch.randn(1, n, k)).clamp(-240, 240).to(torch.float8_e4m3fn)
+    scale = torch.exp2(torch.randn(1, n, 1)) / 1000
+    codes = values.view(torch.uint8).numpy()
+    spread = scale.expand(-1, -1, k_parts).contiguous().numpy()
+    weight = prepare(codes, spread, (1, k // k_parts), is_fp4=False, k_parts=k_parts)
+    rows = torch.randn(num_rows, k)
+    result = run_kernel(block_linear, 2, x=rows, **_arguments(weight))
+    exact = quant_oracle.dequantise(values[0], scale[0], 1, k)
+    assert rel_l2(result.output, _expected(rows, exact)) <= 1e-3
+    own = run_kernel(block_linear, 2, x=torch.eye(k)[:n], **_arguments(weight))
+    assert torch.equal(own.output.T.double(), exact[:, :n].float().double())
 
 
 @each_format
@@ -101,7 +118,9 @@ def _hard_rows() -> Tensor:
     largest = torch.cat([largest, -after])
     rows[:11] = (torch.randn(11, 256) * largest[:, None] * 2.0**-15).clamp(-0.01, 0.01)
     rows[:11, 5::32] = largest[:, None]
-    rows[11, 40] = torch.nan
+    # All bits set, as rows are padded: no payload of a NaN is larger.
+    rows[11, 40] = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
+    rows[12, 70] = torch.inf
     return rows
 
 
@@ -117,10 +136,11 @@ def test_cast_is_that_of_the_reference() -> None:
     result = run_kernel(kernel, 1, x=rows)
     expected = dequantise(*quantise(rows, (1, 32), 240.0, True, False), (1, 32))
     actual = result.output.permute(2, 1, 0).reshape(rows.shape)
-    is_known = torch.arange(24) != 11
+    is_known = (torch.arange(24) != 11) & (torch.arange(24) != 12)
     assert torch.equal(actual[is_known], expected[is_known])
-    # A NaN stays within its row; the reference makes all of its block NaN.
+    # A NaN stays within its row; the reference makes all of its block NaN. Infinity becomes one.
     assert actual[11, 40].isnan() and expected[11, 40].isnan()
+    assert actual[12, 70].isnan() and expected[12, 70].isnan()
 
 
 @each_format

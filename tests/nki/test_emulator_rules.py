@@ -317,6 +317,12 @@ def integers_on_vector(data: Any, flag: Any) -> None:
     nisa.tensor_tensor(dst=tile, data1=tile, data2=tile, op=nl.add, engine=nisa.engine.vector)
 
 
+@breaks("add of int32 overflows")
+def integer_sum_overflow(data: Any, flag: Any) -> None:
+    tile = sbuf((128, 4), nl.int32, 2**30)
+    nisa.tensor_tensor(dst=tile, data1=tile, data2=tile, op=nl.add)
+
+
 @breaks(r"is \(128, 1\) float32")
 def integer_operand(data: Any, flag: Any) -> None:
     tile = sbuf((128, 4))

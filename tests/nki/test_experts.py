@@ -12,7 +12,7 @@ from quantised_factory import QuantisedFixture, cast_of, make_quantised
 from torch import Tensor
 
 from vllm_moe_ep.quant.formats import FORMATS, QuantFormat
-from vllm_moe_ep_kernels.nki.experts import gated_experts, listed_experts
+from vllm_moe_ep_kernels.nki.experts import gated_experts, grouped_experts, listed_experts
 from vllm_moe_ep_kernels.nki.prepare import PreparedWeight
 from vllm_moe_ep_kernels.nki.swiglu import swiglu
 from vllm_moe_ep_kernels.reference.swiglu import swiglu as reference_swiglu
@@ -45,7 +45,7 @@ class Layer:
         result = run_kernel(
             kernel,
             self.num_cores,
-            x=self.fixture.floats.hidden_states,
+            x=routing.pop("x", self.fixture.floats.hidden_states),
             w13_codes=self.w13.codes,
             w13_scales=self.w13.scales,
             w2_codes=self.w2.codes,
@@ -138,12 +138,31 @@ def test_listed_equals_gated(name: str, experts: list[int]) -> None:
             assert listed.run.bytes_read(weights) == gated.run.bytes_read(weights)
 
 
-def test_rows_that_are_not_routed_get_zeros_even_where_they_hold_nan() -> None:
+@pytest.mark.parametrize("name", ["fp8_128x128", "fp8_1x32_ue8m0", "fp4_1x32"])
+@pytest.mark.parametrize("num_rows", [3, 40])
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_grouped(name: str, num_rows: int, num_cores: int) -> None:
+    """Rows of each expert's own: the same rows for all give what the shared ones sum to."""
+    layer = _without(make_layer(FORMATS[name], num_rows, num_cores=num_cores), 2)
+    rows = layer.fixture.floats.hidden_states.expand(4, -1, -1).contiguous()
+    own = replace(layer, row_weight=layer.row_weight[:, torch.randperm(num_rows)].contiguous())
+    result = own.run(grouped_experts, x=rows, flags=own.hit.to(torch.int32)[None].numpy())
+    assert (result.output[2] == 0).all()
+    torch.testing.assert_close(result.output.sum(dim=0), own.gated().output, rtol=1e-5, atol=1e-5)
+    first = replace(own, row_weight=own.row_weight * torch.tensor([1.0, 0, 0, 0])[:, None])
+    torch.testing.assert_close(result.output[0], first.gated().output, rtol=1e-5, atol=1e-5)
+    if result.run is not None:
+        assert result.run.counts[0].trips == [1, 0, 1, 0, 0, 1, 1, 0]
+        assert result.run.bytes_read("w2_codes") == 3 * layer.w2.codes[0].nbytes
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_routed_get_zeros_whatever_they_hold(value: float) -> None:
     layer = make_layer(FORMATS["fp8_128x128"], 6)
     layer.row_weight[:, 4] = 0
     clean = layer.gated().output
     assert torch.equal(clean[4], torch.zeros(512))
-    layer.fixture.floats.hidden_states[4] = torch.nan
+    layer.fixture.floats.hidden_states[4, ::7] = value
     assert torch.equal(layer.gated().output, clean)
 
 

@@ -9,7 +9,7 @@ from kernel_runner import prepare_raw
 from quantised_factory import random_matrix
 
 from vllm_moe_ep.quant.formats import FORMATS
-from vllm_moe_ep_kernels.nki.convert import expand_fp4, fit_to_240
+from vllm_moe_ep_kernels.nki.convert import expand_fp4, fit_to_240, join_scales
 from vllm_moe_ep_kernels.nki.prepare import panel_blocks, prepare, why_not
 
 CODES = np.arange(256, dtype=np.uint8)
@@ -98,6 +98,33 @@ def test_expanded_fp4_counts_what_it_rounds() -> None:
     exact = quant_oracle.dequantise(matrix.values[0], scale[0], *fmt.block_size).numpy()
     assert num_inexact == (numbers != exact).sum() > 0
     assert (numbers != exact)[:, 32:].sum() == 0
+
+
+def test_joined_scales_change_no_number_but_those_counted() -> None:
+    matrix = random_matrix(FORMATS["fp8_1x32_ue8m0"], (2,), 64, 256)
+    codes = matrix.values.view(torch.uint8).numpy()
+    scale = matrix.scale - torch.randint(0, 8, matrix.scale.shape, dtype=torch.uint8)
+    joined, wide, num_inexact = join_scales(codes, scale.numpy())
+    assert wide.shape == (2, 64, 2)
+    numbers = _ocp(joined) * np.repeat(np.exp2(wide.astype(np.float64) - 127), 128, axis=-1)
+    exact = quant_oracle.dequantise(matrix.values, scale, 1, 32).numpy()
+    differs = numbers != exact
+    assert 0 < num_inexact == differs.sum() < differs.size / 20
+    # Off by at most half of the smallest step, 2**-9, under the scale that stays.
+    steps = np.repeat(np.exp2(wide.astype(np.float64) - 127), 128, axis=-1) * 2.0**-9
+    assert (np.abs(numbers - exact) <= steps / 2).all()
+    same = np.full_like(matrix.scale.numpy(), 120)
+    kept, _, num_inexact = join_scales(codes, same)
+    np.testing.assert_array_equal(kept, codes)
+    assert num_inexact == 0
+
+
+def test_joined_scales_keep_nan() -> None:
+    codes = np.zeros((1, 1, 128), np.uint8)
+    codes[0, 0, [3, 40]] = [0xFF, 0x7F]
+    scale = np.array([[[100, 120, 120, 120]]], np.uint8)
+    joined, _, num_inexact = join_scales(codes, scale)
+    assert joined[0, 0, 3] == 0xFF and joined[0, 0, 40] == 0x7F and num_inexact == 0
 
 
 def test_panels_are_large_enough() -> None:

@@ -65,7 +65,7 @@ def join_scales(
         codes: OCP e4m3 [experts, n, k]; scale: UE8M0 [experts, n, k / 32], k a multiple of 128.
     """
     _check_e8m0(scale, np.array(0))
-    magnitude = codes & 0x7F
+    magnitude = (codes & 0x7F).astype(np.uint8)
     joined, base, num_inexact = _with_one_scale_of_four(_e4m3_numbers(magnitude), scale)
     is_nan = magnitude == _NAN_E4M3
     num_inexact -= int((is_nan & (joined != magnitude)).sum())

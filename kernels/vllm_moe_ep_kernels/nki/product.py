@@ -12,8 +12,8 @@ MAX_GROUPED_ROWS = 30
 SCALED_AT_ONCE = 128
 # Of so many partial sums scaled one by one, the vector engine takes the first number and the scalar
 # engine, with GpSimd to add, the rest: as the engines' clocks and their other work suggest.
-_SHARED_UNITS = 9
-_VECTOR_UNITS = 4
+_SHARED_UNITS = 5
+_VECTOR_UNITS = 2
 
 
 def add_product(total: Any, weight: Any, rows: Any, scale: Any) -> None:

@@ -151,8 +151,10 @@ def scalar_tensor_tensor(
     name = _engine(Engine.unknown, "vector", ("vector",), dst, data, operand1)
     _not_both_psum(data, operand1)
     _same_elements(dst, data, operand1)
-    first = _arithmetic(op0)(dtypes.to_float32(_shaped(data, dst)), _per_partition(operand0, dst))
-    second = _arithmetic(op1)(first, dtypes.to_float32(_shaped(operand1, dst)))
+    left, right = (dtypes.to_float32(_shaped(tensor, dst)) for tensor in (data, operand1))
+    with np.errstate(invalid="ignore"):
+        first = _arithmetic(op0)(left, _per_partition(operand0, dst))
+        second = _arithmetic(op1)(first, right)
     trace = f"scalar_tensor_tensor {op0} {op1}"
     _finish(dst, dtypes.from_float32(second, dst.dtype), name, trace, num_inputs=2)
 
