@@ -154,6 +154,11 @@ def test_experts_op() -> None:
     assert rel_l2(gated, expected) <= fmt.output_limit
     listed = ops.nki_experts(*parts, flags, False, 0.0, 2, is_list=True)
     torch.testing.assert_close(listed, gated, rtol=1e-5, atol=1e-5)
+    own = floats.hidden_states.expand(4, -1, -1)
+    grouped = ops.nki_experts(own, *weights, row_weight, flags, False, 0.0, 2)
+    torch.testing.assert_close(grouped.sum(dim=0), gated, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="rows of their own"):
+        ops.nki_experts(own, *weights, row_weight, flags, False, 0.0, 2, is_list=True)
     few = (floats.hidden_states[:3], *weights, row_weight[:, :3])
     torch.library.opcheck(ops.nki_experts, (*few, flags, False, 0.0, 2))
     torch.library.opcheck(ops.nki_experts, (*few, flags, False, 0.0, 2, True))

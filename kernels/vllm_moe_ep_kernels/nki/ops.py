@@ -104,7 +104,14 @@ def nki_experts(
     Rows [rows, hidden_size] go to the kernel ``gated_experts``, or to ``listed_experts`` if
     ``is_list``, and more than fit are taken in turns. Rows [experts, rows, hidden_size] go to
     ``grouped_experts``.
+
+    Raises:
+        ValueError: a list of experts with rows of their own.
     """
+    if is_list and rows.dim() == 3:
+        raise ValueError(
+            "Experts with rows of their own take flags, not a list: leave out is_list."
+        )
     arguments = {
         "w13_codes": w13_codes,
         "w13_scales": w13_scales,
