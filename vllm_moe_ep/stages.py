@@ -24,6 +24,11 @@ class RoutedTokens:
     topk_weights: Tensor
     is_cast: bool = False
 
+    def rows(self, part: slice) -> "RoutedTokens":
+        """Some of the rows, as views."""
+        parts = self.hidden_states[part], self.topk_ids[part], self.topk_weights[part]
+        return RoutedTokens(*parts, is_cast=self.is_cast)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertOutput:

@@ -183,6 +183,8 @@ def test_cpu_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert list(row["ways"]) == ["ours", "ragged", "grouped", "dense"]
         assert all(way["failure"] is None for way in row["ways"].values())
         assert row["ways"]["dense"]["workspace_bytes"] >= row["tokens"] * 256 * 4
+        limit = 4 * (row["tokens"] * (2 * 128 + 2 * 256) + 2 * 128 * 256)
+        assert all(way["workspace_bytes"] <= limit for way in row["ways"].values())
 
 
 def test_shape_from_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

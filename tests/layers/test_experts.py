@@ -12,6 +12,7 @@ from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.expert_weights import FloatExperts
 from vllm_moe_ep.layers.experts import automatic_capacity, choose_strategy, run_experts
+from vllm_moe_ep.layers.row_parts import FEWEST_ROWS
 from vllm_moe_ep.placement import LocalExperts
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -43,6 +44,24 @@ def test_sum_over_ranks_equals_the_oracle(
 ) -> None:
     fixture = make_fixture(dtype, num_tokens)
     assert_close(_run_all_ranks(strategy, fixture, 4), fixture.routed(), dtype)
+
+
+@each_strategy
+@pytest.mark.parametrize("num_tokens", [FEWEST_ROWS, FEWEST_ROWS + 1, 3 * FEWEST_ROWS + 17])
+def test_rows_of_several_parts(strategy: str, num_tokens: int) -> None:
+    """One expert has every row but one; the first and the last rows of parts are as the others."""
+    fixture = _small_fixture(num_tokens)
+    fixture.topk_ids[:, 1] = 3
+    fixture.topk_ids[0] = -1
+    output = run_experts(
+        strategy,
+        tokens_of(fixture),
+        shard_of(fixture),
+        EPConfig(expert_capacity=num_tokens - 1),
+    )
+    assert output.overflow is None or output.overflow.tolist() == [0]
+    for part in (slice(None), slice(FEWEST_ROWS - 1, FEWEST_ROWS + 1), slice(-1, None)):
+        assert_close(output.values[part], fixture.routed()[part], torch.float32)
 
 
 @each_strategy

@@ -49,6 +49,15 @@ def test_batches_are_whole_experts_in_order(max_pairs: int) -> None:
         assert sum(batch.counts) + following.counts[0] > max_pairs
 
 
+@pytest.mark.parametrize("max_pairs", [1, 7, 10_000])
+def test_splitting_keeps_every_pair_in_its_place(max_pairs: int) -> None:
+    fixture = _fixture(100)
+    plan = plan_pairs(tokens_of(fixture), shard_of(fixture))
+    split = plan.split(max_pairs)
+    assert _pairs(split) == _pairs(plan)
+    assert max(split.counts) == min(max_pairs, max(plan.counts)) and min(split.counts) > 0
+
+
 def test_no_pairs_no_batches() -> None:
     fixture = _fixture(0)
     assert not list(plan_pairs(tokens_of(fixture), shard_of(fixture)).batches(8))

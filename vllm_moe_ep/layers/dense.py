@@ -5,6 +5,7 @@ from torch import Tensor
 
 from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.routing import normalise_topk_ids
+from vllm_moe_ep.layers.row_parts import row_parts
 from vllm_moe_ep.stages import ExpertOutput, RoutedTokens
 
 
@@ -27,17 +28,28 @@ def gated_experts(
 def _all_slots(
     tokens: RoutedTokens, shard: ExpertShard, gated: bool, forced_gate: int | None
 ) -> ExpertOutput:
+    total = torch.zeros_like(tokens.hidden_states, dtype=torch.float32)
+    for part in row_parts(tokens.hidden_states.shape[0], shard.max_rows):
+        _add_slots(total[part], tokens.rows(part), shard, gated, forced_gate)
+    return ExpertOutput(total)
+
+
+def _add_slots(
+    total: Tensor,
+    tokens: RoutedTokens,
+    shard: ExpertShard,
+    gated: bool,
+    forced_gate: int | None,
+) -> None:
     rows = shard.rows(tokens)
     topk_ids = normalise_topk_ids(tokens.topk_ids, shard.num_experts)
     topk_weights = tokens.topk_weights.to(torch.float32)
-    total = torch.zeros_like(rows, dtype=torch.float32)
     for slot in range(shard.linears.num_slots):
         routing = shard.routing(slot, topk_ids, topk_weights)
         flag = _gate(routing.routed, forced_gate) if gated else None
         values = shard.compute(slot, rows, routing.row_weight, flag)
         # A row that is not routed may hold NaN here, which a product with 0 would keep.
-        total = total + torch.where(routing.routed[:, None], values, 0.0)
-    return ExpertOutput(total)
+        total += torch.where(routing.routed[:, None], values, 0.0)
 
 
 def _gate(routed: Tensor, forced_gate: int | None) -> Tensor:

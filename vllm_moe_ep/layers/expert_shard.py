@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_moe_ep.layers.expert_weights import CastingExperts, ExpertLinears, FusedExperts
+from vllm_moe_ep.layers.row_parts import FEWEST_ROWS
 from vllm_moe_ep.placement import NO_EXPERT, LocalExperts
 from vllm_moe_ep.quant.cast import quantise_dequantise
 from vllm_moe_ep.quant.formats import QuantFormat
@@ -37,6 +38,7 @@ class ExpertShard:
         linears: the weights; they may hold more slots than the placement has local experts.
             Such trailing slots are never read by a result.
         swiglu_limit: clamp of the activation, or None.
+        max_rows: rows that an expert computes at once outside of a graph, see ``row_parts``.
 
     Attributes:
         fused: the weights again, where they compute whole experts in one call.
@@ -53,6 +55,7 @@ class ExpertShard:
         placement: LocalExperts,
         linears: ExpertLinears,
         swiglu_limit: float | None,
+        max_rows: int = FEWEST_ROWS,
     ) -> None:
         num_unused = linears.num_slots - placement.num_local_experts
         if num_unused < 0:
@@ -67,6 +70,7 @@ class ExpertShard:
         if isinstance(linears, CastingExperts) and self.fused is None:
             self.activation = linears.activation
         self.swiglu_limit = swiglu_limit
+        self.max_rows = max_rows
         self.num_experts = placement.num_experts
         self.holds_all_experts = placement.num_local_experts == placement.num_experts
         self.slot_of = placement.local_id_of
@@ -101,8 +105,9 @@ class ExpertShard:
     ) -> Tensor:
         """One expert on all ``rows`` ([rows, hidden_size], see ``rows``), times fp32
         ``row_weight`` [rows] -> [rows, hidden_size], bf16 or fp32."""
-        gate_up = self.linears.gate_up(slot, rows, flag)
-        return self.linears.down(slot, self.activate(gate_up, row_weight), flag)
+        # Not kept in a variable: it is freed before the second product.
+        activated = self.activate(self.linears.gate_up(slot, rows, flag), row_weight)
+        return self.linears.down(slot, activated, flag)
 
     def activate(self, gate_up: Tensor, row_weight: Tensor) -> Tensor:
         return swiglu(gate_up, row_weight, self.swiglu_limit, self.linears.activation_dtype)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.routing import normalise_topk_ids
+from vllm_moe_ep.layers.row_parts import row_parts
 from vllm_moe_ep.stages import ExpertOutput, RoutedTokens
 
 
@@ -25,9 +26,11 @@ def grouped_experts(tokens: RoutedTokens, shard: ExpertShard, expert_capacity: i
     for slot in range(shard.linears.num_slots):
         routing = shard.routing(slot, topk_ids, topk_weights)
         table = _row_table(routing.routed, expert_capacity)
-        row_weight = F.pad(routing.row_weight, (0, 1))[table]
-        values = shard.compute(slot, rows[table], row_weight).to(torch.float32)
-        total = total.index_add(0, table, values)
+        row_weight = F.pad(routing.row_weight, (0, 1))
+        for part in row_parts(expert_capacity, shard.max_rows):
+            entries = table[part]
+            values = shard.compute(slot, rows[entries], row_weight[entries])
+            total.index_add_(0, entries, values.to(torch.float32))
         num_routed = routing.routed.sum(dtype=torch.int32)
         overflow = torch.maximum(overflow, (num_routed > expert_capacity).to(torch.int32))
     return ExpertOutput(total[:num_rows], overflow)

@@ -25,7 +25,8 @@ def ragged_experts(tokens: RoutedTokens, shard: ExpertShard) -> ExpertOutput:
     # The spare row that fills up an expert's rows: zeros, and nobody reads what is added to it.
     rows = F.pad(rows, (0, 0, 0, 1))
     total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-    for batch in plan_pairs(tokens, shard).rounded(num_rows).batches(MAX_BATCHED_PAIRS):
+    plan = plan_pairs(tokens, shard).rounded(num_rows).split(shard.max_rows)
+    for batch in plan.batches(MAX_BATCHED_PAIRS):
         total.index_add_(0, batch.rows, _compute(rows.index_select(0, batch.rows), batch, shard))
     return ExpertOutput(total[:num_rows])
 
@@ -33,8 +34,9 @@ def ragged_experts(tokens: RoutedTokens, shard: ExpertShard) -> ExpertOutput:
 def _compute(inputs: Tensor, batch: RaggedPlan, shard: ExpertShard) -> Tensor:
     """fp32 [pairs, hidden_size], weighted, from one input row per pair."""
     inputs_of = zip(batch.slots, inputs.split(batch.counts), strict=True)
-    gate_up = _join([shard.linears.gate_up(slot, part) for slot, part in inputs_of])
-    activated = shard.activate(gate_up, batch.weights)
+    products = [shard.linears.gate_up(slot, part) for slot, part in inputs_of]
+    activated = shard.activate(_join(products), batch.weights)
+    del products
     activated_of = zip(batch.slots, activated.split(batch.counts), strict=True)
     return _join([shard.linears.down(slot, part) for slot, part in activated_of]).float()
 

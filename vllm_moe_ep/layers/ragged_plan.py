@@ -32,8 +32,8 @@ class RaggedPlan:
     """Pairs of some experts.
 
     Attributes:
-        slots: slots with at least one pair, in rising order.
-        counts: number of pairs of each slot.
+        slots: slots with at least one pair, in rising order; repeated after ``split``.
+        counts: number of pairs of each entry of ``slots``.
         rows: int64 [pairs], row of each pair.
         weights: fp32 [pairs].
     """
@@ -44,7 +44,7 @@ class RaggedPlan:
     weights: Tensor
 
     def batches(self, max_pairs: int) -> Iterator["RaggedPlan"]:
-        """Consecutive whole experts, at most ``max_pairs`` pairs together unless one has more."""
+        """Consecutive whole entries, at most ``max_pairs`` pairs together unless one has more."""
         first = start = end = 0
         for index, count in enumerate(self.counts):
             if end > start and end + count - start > max_pairs:
@@ -53,6 +53,16 @@ class RaggedPlan:
             end += count
         if end > start:
             yield self._part(first, len(self.slots), start, end)
+
+    def split(self, max_pairs: int) -> "RaggedPlan":
+        """The same pairs, with slots of more than ``max_pairs`` of them as several entries."""
+        slots: list[int] = []
+        counts: list[int] = []
+        for slot, count in zip(self.slots, self.counts, strict=True):
+            sizes = [min(max_pairs, count - start) for start in range(0, count, max_pairs)]
+            slots += [slot] * len(sizes)
+            counts += sizes
+        return RaggedPlan(slots, counts, self.rows, self.weights)
 
     def rounded(self, spare_row: int) -> "RaggedPlan":
         """The plan with `rounded_row_count` pairs per slot; the added ones are of `spare_row`."""

@@ -29,6 +29,7 @@ from vllm_moe_ep.layers.regions import (
     no_split,
 )
 from vllm_moe_ep.layers.routing import mask_padding
+from vllm_moe_ep.layers.row_parts import rows_at_once
 from vllm_moe_ep.layers.shared_expert import (
     SharedExpert,
     slice_shared_expert,
@@ -90,7 +91,8 @@ class StaticEPLayer:
         self.ep_config = ep_config or EPConfig()
         self.collectives = collectives
         self.boundary = boundary
-        self.shard = ExpertShard(placement, linears, config.swiglu_limit)
+        max_rows = rows_at_once(config.moe_intermediate_size)
+        self.shard = ExpertShard(placement, linears, config.swiglu_limit, max_rows)
         if self.ep_config.forced_gate is not None:
             _warn_of_forced_gate(self.ep_config.forced_gate)
 

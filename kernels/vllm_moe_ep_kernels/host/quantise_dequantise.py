@@ -9,6 +9,9 @@ from vllm_moe_ep_kernels.reference.quantise_dequantise import (
     quantise_dequantise as reference_quantise_dequantise,
 )
 
+# Cast at a time: the cast's own arrays, a dozen times this size, stay in cache.
+_PART_NUMBERS = 2**16
+
 
 @torch.library.custom_op("vllm_moe_ep_kernels::quantise_dequantise", mutates_args=())
 def quantise_dequantise(
@@ -30,9 +33,14 @@ def quantise_dequantise(
         fp32 [..., n, k].
     """
     block_n, block_k = block_size
-    return reference_quantise_dequantise(
-        values, (block_n, block_k), max_value, is_power_of_two, is_fp4
-    )
+    kept = values.new_empty(values.shape, dtype=torch.float32)
+    num_blocks = max(1, _PART_NUMBERS // max(1, values[..., :block_n, :].numel()))
+    for start in range(0, values.shape[-2], num_blocks * block_n):
+        part = slice(start, start + num_blocks * block_n)
+        kept[..., part, :] = reference_quantise_dequantise(
+            values[..., part, :], (block_n, block_k), max_value, is_power_of_two, is_fp4
+        )
+    return kept
 
 
 @quantise_dequantise.register_fake

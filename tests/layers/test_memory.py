@@ -1,0 +1,85 @@
+"""Most memory that a step takes at one time, by torch's own record of every allocation."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from layer_factory import STRATEGIES, config_of, layer_of, local_of
+from oracle import make_fixture
+from quantised_factory import ACTIVATIONS, WEIGHTS, experts_of, make_quantised
+from torch.autograd.profiler import profile
+
+from vllm_moe_ep.collectives import SingleProcess
+from vllm_moe_ep.config import EPConfig
+from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.quant.formats import QuantFormat
+
+NUM_ROWS, HIDDEN, WIDTH, NUM_EXPERTS = 1024, 512, 256, 4
+# rows x (2I + 2H) in fp32, and gate and up of one expert.
+LIMIT = 4 * NUM_ROWS * (2 * WIDTH + 2 * HIDDEN) + 4 * 2 * WIDTH * HIDDEN
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def _peak_bytes(call: Callable[[], object]) -> int:
+    """Allocated at most at one time while the call runs, inside of operators too."""
+    with profile(profile_memory=True) as record:
+        kept = call()
+    events = [event for event in record.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert kept is not None
+    return peak
+
+
+def test_the_record_sees_what_operators_hold_inside() -> None:
+    rows = torch.zeros(1000, 8)
+    assert 32_000 + 64_000 <= _peak_bytes(lambda: (rows + 1).double().float().sum()) < 130_000
+    op = torch.ops.vllm_moe_ep_kernels.quantise_dequantise
+    assert _peak_bytes(lambda: op(rows, (1, 8), 448.0, True, False)) > 2 * 32_000
+
+
+def _check(layer: StaticEPLayer, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor):  # type: ignore[no-untyped-def]
+    def step() -> torch.Tensor:
+        return layer.routed_partial(rows, ids, weights, capacity=NUM_ROWS)
+
+    step()
+    peak = _peak_bytes(step)
+    assert 4 * NUM_ROWS * HIDDEN <= peak <= LIMIT, f"{peak / LIMIT:.2f} of the limit"
+
+
+def _config(strategy: str) -> EPConfig:
+    """The largest table that is not dense."""
+    return EPConfig(experts=strategy, expert_capacity=NUM_ROWS - 1)
+
+
+@each_strategy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_float_experts(strategy: str, dtype: torch.dtype, limit: float | None) -> None:
+    fixture = make_fixture(dtype, NUM_ROWS, HIDDEN, WIDTH, NUM_EXPERTS, 2)
+    # The busiest expert has nearly every row.
+    fixture.topk_ids[1:, 0] = 0
+    fixture.topk_ids[0] = -1
+    layer = layer_of(fixture, _config(strategy), limit=limit, max_num_tokens=NUM_ROWS)
+    _check(layer, fixture.hidden_states, fixture.topk_ids, fixture.topk_weights)
+
+
+@each_strategy
+@pytest.mark.parametrize("fmt", [WEIGHTS[0], WEIGHTS[-1]], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    "activation", [None, ACTIVATIONS[3]], ids=lambda fmt: fmt.name if fmt else "-"
+)
+def test_quantised_experts(strategy: str, fmt: QuantFormat, activation: QuantFormat | None) -> None:
+    quantised = make_quantised(fmt, NUM_ROWS, torch.bfloat16, HIDDEN, WIDTH, NUM_EXPERTS)
+    floats = quantised.floats
+    floats.topk_ids[0] = -1
+    layer = StaticEPLayer(
+        config_of(floats, max_num_tokens=NUM_ROWS),
+        local_of(floats, 1, 0),
+        experts_of(quantised, list(range(NUM_EXPERTS)), activation),
+        SingleProcess(),
+        _config(strategy),
+    )
+    _check(layer, floats.hidden_states, floats.topk_ids, floats.topk_weights)
