@@ -68,6 +68,42 @@ def test_one_graph_serves_every_size(strategy: str) -> None:
     assert counter.frame_count == (2 if strategy == "grouped" else 1)
 
 
+class _TwoAlike(SingleProcess):
+    """A token group of two ranks that hold the same rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_size = 2
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows])
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        return rows[: rows.shape[0] // 2]
+
+
+@pytest.mark.parametrize("path", ["bytes", "fp32"])
+def test_one_graph_serves_every_number_of_local_rows(path: str) -> None:
+    """A capacity is compiled once, however many of its rows this rank holds."""
+    fixture = _fixture(8)
+    layer = layer_of(fixture, replace(_config("dense"), gather=path), collectives=_TwoAlike())
+
+    def step(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return layer.step(rows, ids, weights, capacity=8).hidden_states
+
+    counter = CompileCounter()
+    with symbolic_shapes_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+        for num_tokens in (5, 0, 1, 2, 8):
+            own = {"w13_weight": fixture.w13_weight[:2], "w2_weight": fixture.w2_weight[:2]}
+            fresh = replace(_fixture(num_tokens), **own)
+            fresh.topk_ids[:, 0] = 1
+            actual = compiled(fresh.hidden_states, fresh.topk_ids, fresh.topk_weights)
+            if num_tokens:
+                assert rel_l2(actual, fresh.routed()) <= REL_L2_LIMIT[torch.bfloat16]
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize(
     ("strategy", "backend"),
     [("dense", "inductor"), ("gated", "aot_eager"), ("grouped", "aot_eager")],

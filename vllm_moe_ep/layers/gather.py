@@ -73,12 +73,20 @@ def _gather_bytes(parts: Sequence[Tensor], capacity: int, collectives: Collectiv
 
 
 def _pack_bytes(parts: Sequence[Tensor], capacity: int) -> Tensor:
-    """uint8 [capacity, width]; padding rows are all 0xFF: id -1 as int32, NaN as a float."""
-    width = row_bytes([_row_bytes(part) for part in parts])
-    packed = torch.full((capacity, width), _BYTE_PADDING, dtype=torch.uint8, device=parts[0].device)
-    for span, part in zip(_unpack_bytes(packed, parts), parts, strict=True):
-        span[: part.shape[0]].copy_(part)
-    return packed
+    """uint8 [capacity, width]; padding is all 0xFF: id -1 as int32, NaN as a float.
+
+    Joined, not copied into place: how many rows there are decides whether a copy broadcasts, and
+    a compiler then makes graphs of their own for 0 and 1.
+    """
+    missing_rows = capacity - parts[0].shape[0]
+    spans = []
+    for part in parts:
+        num_bytes = _row_bytes(part)
+        padding = (0, _aligned(num_bytes) - num_bytes, 0, missing_rows)
+        # Flat first: a tensor of no rows and one column may have a stride that forbids the view.
+        as_bytes = part.reshape(-1).view(torch.uint8).view(part.shape[0], num_bytes)
+        spans.append(F.pad(as_bytes, padding, value=_BYTE_PADDING))
+    return torch.cat(spans, dim=1)
 
 
 def _unpack_bytes(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
