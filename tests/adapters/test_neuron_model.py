@@ -78,6 +78,39 @@ def test_a_model_is_served_by_the_kernels_without_a_call(
     assert not torch.equal(outputs[0], outputs[1])
 
 
+def test_weights_that_are_loaded_again_reach_the_kernels(make_config: MakeConfig) -> None:
+    """After load_model, into a model that is compiled by then."""
+    runner = make_runner(make_config(MODEL, **OURS))
+    runner.load_model()
+    fixture = _fixture()
+    before = routed_output(runner, fixture)
+    buffers = dict(runner.model.named_buffers())
+    runner.model.load_weights("other checkpoint", torch.device("cpu"), None)
+    after = routed_output(runner, fixture)
+    assert {name: id(buffer) for name, buffer in runner.model.named_buffers()} == {
+        name: id(buffer) for name, buffer in buffers.items()
+    }
+    for index, actual in enumerate(after):
+        weights = exact_weights(runner.model.layers[index].routed_experts)
+        parts = fixture.hidden_states, fixture.topk_ids, fixture.topk_weights
+        assert rel_l2(actual, Fixture(*parts, *weights).routed(0.8, cast_of(ACTIVATION))) <= 1e-2
+        assert rel_l2(actual, before[index]) > 0.5
+
+
+@pytest.mark.parametrize("allow_stock", ["0", "1"])
+def test_weights_that_cannot_be_taken_later_are_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, allow_stock: str
+) -> None:
+    """Even where stock layers are allowed: the compiled graph has our kernels."""
+    monkeypatch.setenv("VLLM_MOE_EP_ALLOW_STOCK", allow_stock)
+    runner = make_runner(make_config(MODEL, **OURS))
+    runner.load_model()
+    _spoil_second_layer(monkeypatch, "loaded")
+    refused = "again failed for layer layers.1.routed_experts: .*codes above 240.*anew"
+    with pytest.raises(UnsupportedError, match=refused):
+        runner.model.load_weights("broken checkpoint", torch.device("cpu"), None)
+
+
 def test_nothing_changes_while_another_backend_is_chosen(make_config: MakeConfig) -> None:
     runner = make_runner(make_config(MODEL))
     runner.load_model()

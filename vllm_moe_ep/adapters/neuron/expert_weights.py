@@ -33,6 +33,12 @@ class ExpertWeights(nn.Module):
                 tensor = torch.from_numpy(getattr(weight, part))
                 self.register_buffer(f"{name}_{part}", tensor, persistent=False)
 
+    def overwrite(self, other: "ExpertWeights") -> None:
+        """Take the numbers of another in place: compiled graphs hold these buffers."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(other.get_buffer(name))
+        self.num_inexact = other.num_inexact
+
     def forward(self, rows: Tensor, row_weight: Tensor, swiglu_limit: float) -> Tensor:
         """fp32 [rows, hidden_size]; an expert whose row_weight [experts, rows] is 0 is not read."""
         flags = (row_weight != 0).any(dim=1).to(torch.int32)[None]

@@ -58,12 +58,18 @@ def swapped_modules(model: nn.Module) -> dict[str, nn.Module]:
 def prepare_experts(experts: nn.Module) -> ExpertWeights:
     """Lay out a module's loaded weights: from then on its decode steps take the kernel.
 
+    To be called again whenever weights were loaded: the kernels read what was laid out last.
+
     Raises:
         UnsupportedError: a size has no kernel, or a weight holds no finite fp8 number.
     """
     weights = prepared(experts)
-    setattr(experts, _WEIGHTS, weights)
-    return weights
+    present: ExpertWeights | None = getattr(experts, _WEIGHTS, None)
+    if present is None:
+        setattr(experts, _WEIGHTS, weights)
+        return weights
+    present.overwrite(weights)
+    return present
 
 
 def is_prepared(experts: nn.Module) -> bool:

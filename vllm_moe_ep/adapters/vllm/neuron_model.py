@@ -32,6 +32,8 @@ logger = logging.getLogger("vllm.vllm_moe_ep")
 
 MOE_MODULE = "vllm_neuron.model.deepseek_v4.moe"
 _STOCK = "_moe_ep_stays_stock"
+# On a model that was built with static-ep chosen: may its layers stay stock?
+_MODEL_ALLOWS_STOCK = "_moe_ep_allows_stock"
 _allow_stock: ContextVar[bool | None] = ContextVar("_allow_stock", default=None)
 """While a runner loads a model with static-ep chosen: may layers stay stock? Else None."""
 
@@ -93,6 +95,7 @@ def _taking_layers(original: Callable[..., Any]) -> Callable[..., Any]:
         model = original(cls, *args, **kwargs)
         allow_stock = _allow_stock.get()
         if allow_stock is not None:
+            setattr(model, _MODEL_ALLOWS_STOCK, allow_stock)
             take_layers(model, importlib.import_module(MOE_MODULE), allow_stock)
         return model
 
@@ -103,7 +106,8 @@ def _preparing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        allow_stock = _allow_stock.get()
+        # Of the model, not of the runner: weights may be loaded again, long after load_model.
+        allow_stock = getattr(self, _MODEL_ALLOWS_STOCK, None)
         if allow_stock is not None:
             prepare_layers(self, allow_stock)
         return result
@@ -133,8 +137,11 @@ def take_layers(model: nn.Module, moe: ModuleType, allow_stock: bool) -> None:
 def prepare_layers(model: nn.Module, allow_stock: bool) -> None:
     """Lay out the loaded weights of every layer taken, and log how many are ours.
 
+    Called again, it brings the weights loaded since then to the kernels.
+
     Raises:
-        UnsupportedError: a layer's weights cannot be taken and must not stay stock; names it.
+        UnsupportedError: a layer's weights cannot be taken and must not stay stock, or it was ours
+            until now: a compiled graph cannot go back to stock experts; names it.
     """
     layers = swapped_modules(model)
     num_inexact = 0
@@ -144,7 +151,15 @@ def prepare_layers(model: nn.Module, allow_stock: bool) -> None:
         try:
             num_inexact += prepare_experts(layer).num_inexact
         except UnsupportedError as error:
-            _leave_stock(name, str(error).rstrip("."), allow_stock)
+            reason = str(error).rstrip(".")
+            if is_prepared(layer):
+                raise UnsupportedError(
+                    f"Loading weights again failed for layer {name}: {reason}. Its kernels still "
+                    "hold the weights from before, so the model is a mixture of both: start the "
+                    "server anew, or load weights that it can take."
+                ) from error
+            _leave_stock(name, reason, allow_stock)
+            setattr(layer, _STOCK, True)
     logger.info(
         "static-ep: replaced %d of %d DeepSeek MoE layers with %s; %d weights were not kept "
         "exactly",
