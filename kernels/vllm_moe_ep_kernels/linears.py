@@ -47,6 +47,7 @@ class Linears(Protocol):
         scale: Tensor,
         block_size: tuple[int, int],
         is_gate_up: bool = False,
+        name: str = "a weight",
     ) -> LinearWeight:
         """Once at load: a checkpoint's weight to the implementation's own form.
 
@@ -56,9 +57,10 @@ class Linears(Protocol):
             scale: [num_experts, ceil(n / block_n), ceil(k / block_k)], fp32 or UE8M0.
             block_size: (block_n, block_k).
             is_gate_up: n is gate rows above as many up rows.
+            name: of the weight, for errors.
 
         Raises:
-            ValueError: there is no kernel for it.
+            ValueError: there is no kernel for it, or a scale is no usable number.
         """
         ...
 

@@ -108,6 +108,14 @@ def test_codes_beyond_240_are_refused() -> None:
         prepare_experts(experts)
 
 
+@pytest.mark.parametrize(("name", "tensor"), [("w3", "w1_weight followed by"), ("w2", "w2_weight")])
+def test_scales_that_are_no_numbers_are_refused(name: str, tensor: str) -> None:
+    experts = make_experts(make_module())
+    getattr(experts, f"{name}_scale").data[1, 3] = torch.nan
+    with pytest.raises(UnsupportedError, match=f"of {tensor}.* is nan, not a finite number"):
+        prepare_experts(experts)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

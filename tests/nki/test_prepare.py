@@ -61,10 +61,36 @@ def test_scales_that_do_not_fit_are_refused(byte: int) -> None:
     scale = np.full((1, 512, 4), 120, np.uint8)
     scale[0, 7, 2] = byte
     values = np.full((1, 512, 128), 0x7E, np.uint8)
-    with pytest.raises(ValueError, match="NaN, or too large"):
-        prepare(values, scale, (1, 32), is_fp4=False)
-    with pytest.raises(ValueError, match="NaN, or too large"):
-        prepare(values[:, :, :64], scale, (1, 32), is_fp4=True)
+    reason = "is NaN" if byte == 255 else "is too large"
+    with pytest.raises(ValueError, match=rf"scale \[0, 7, 2\] of w2_weight {reason}"):
+        prepare(values, scale, (1, 32), is_fp4=False, name="w2_weight")
+    with pytest.raises(ValueError, match=rf"scale \[0, 7, 2\] of w2_weight {reason}"):
+        prepare(values[:, :, :64], scale, (1, 32), is_fp4=True, name="w2_weight")
+
+
+@pytest.mark.parametrize("number", [3e38, np.nan, np.inf, -np.inf])
+def test_fp32_scales_that_do_not_fit_are_refused(number: float) -> None:
+    """A number above 240 in the block doubles its scale; without one 3e38 stays as it is."""
+    scale = np.ones((2, 2, 2), np.float32)
+    scale[1, 0, 1] = number
+    values = np.full((2, 256, 256), 0x40, np.uint8)
+    if number == 3e38:
+        assert prepare(values, scale, (128, 128), is_fp4=False).scales.max() == np.float32(3e38)
+        values[1, 3, 200] = 0x78
+    reason = "is 3e.38, over a block" if number == 3e38 else f"is {number}, not a finite"
+    with pytest.raises(ValueError, match=rf"scale \[1, 0, 1\] of w13_weight {reason}"):
+        prepare(values, scale, (128, 128), is_fp4=False, name="w13_weight")
+
+
+def test_fp4_scales_of_another_dtype_are_refused() -> None:
+    with pytest.raises(ValueError, match="w2_weight must be UE8M0 bytes .uint8., found float32"):
+        prepare(
+            np.zeros((1, 512, 64), np.uint8),
+            np.ones((1, 512, 4), np.float32),
+            (1, 32),
+            is_fp4=True,
+            name="w2_weight",
+        )
 
 
 def test_numbers_under_the_smallest_scale_are_counted() -> None:
@@ -168,5 +194,5 @@ def test_sizes_without_a_kernel(
     if reason is not None:
         values = np.zeros((1, shape[0], shape[1] // (2 if is_fp4 else 1)), np.uint8)
         scale = np.full((1, shape[0], shape[1] // 32), 120, np.uint8)
-        with pytest.raises(ValueError, match="No kernel for this weight"):
+        with pytest.raises(ValueError, match="No kernel for a weight"):
             prepare(values, scale, (1, 32), is_fp4, k_parts=k_parts)

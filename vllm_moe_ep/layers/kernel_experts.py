@@ -27,6 +27,7 @@ class KernelExperts:
 
     Raises:
         UnsupportedError: there is no kernel for weights of this size.
+        ValueError: a scale is no number that the kernels can use.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class KernelExperts:
                     f"{block_size[1]}; the host path takes it."
                 )
         self.linears = linears
-        self.w13 = linears.prepare(w13_weight, w13_scale, block_size, is_gate_up=True)
-        self.w2 = linears.prepare(w2_weight, w2_scale, block_size)
+        self.w13 = linears.prepare(
+            w13_weight, w13_scale, block_size, is_gate_up=True, name="w13_weight"
+        )
+        self.w2 = linears.prepare(w2_weight, w2_scale, block_size, name="w2_weight")
         self.num_inexact = self.w13.num_inexact + self.w2.num_inexact
         self.num_slots = self.w2.num_experts
         self.device = self.w2.codes.device

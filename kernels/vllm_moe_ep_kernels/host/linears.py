@@ -30,6 +30,7 @@ class HostLinears:
         scale: Tensor,
         block_size: tuple[int, int],
         is_gate_up: bool = False,
+        name: str = "a weight",
     ) -> LinearWeight:
         is_fp4 = values.dtype is torch.uint8
         num_experts, n, width = values.shape

@@ -11,11 +11,14 @@ FP4_SHIFT = 14
 
 
 def fit_to_240(
-    codes: NDArray[np.uint8], scale: NDArray, block_size: tuple[int, int]
+    codes: NDArray[np.uint8], scale: NDArray, block_size: tuple[int, int], name: str = "a weight"
 ) -> tuple[NDArray[np.uint8], NDArray, int]:
     """Halve the blocks that hold a number above 240, and double their scales.
 
     Halving is exact but for odd codes below 16, which round to even. Returns how many did.
+
+    Raises:
+        ValueError: a scale is no finite number, or is none once doubled; says where, in ``name``.
     """
     grouped = _by_block(codes, block_size)
     magnitude = grouped & 0x7F
@@ -30,13 +33,13 @@ def fit_to_240(
     fitted = fitted.reshape(codes.shape[0], -1, codes.shape[2])[:, : codes.shape[1]]
     doubled = is_large[:, :, 0, :, 0]
     if scale.dtype == np.uint8:
-        _check_e8m0(scale, doubled.astype(np.int64))
+        check_e8m0(scale, doubled.astype(np.int64), name)
         return fitted, (scale + doubled).astype(np.uint8), int(is_inexact.sum())
-    return fitted, np.where(doubled, scale * 2, scale).astype(np.float32), int(is_inexact.sum())
+    return fitted, _doubled(scale, doubled, name), int(is_inexact.sum())
 
 
 def expand_fp4(
-    values: NDArray[np.uint8], scale: NDArray[np.uint8]
+    values: NDArray[np.uint8], scale: NDArray[np.uint8], name: str = "a weight"
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int]:
     """FP4 with a scale per 32 columns as e4m3 bytes with one UE8M0 scale per 128: twice the bytes.
 
@@ -47,14 +50,14 @@ def expand_fp4(
     """
     halves = np.array([0, 1, 2, 3, 4, 6, 8, 12])
     codes = np.stack([values & 0xF, values >> 4], axis=-1).reshape(*values.shape[:2], -1)
-    _check_e8m0(scale, np.array(FP4_SHIFT))
+    check_e8m0(scale, np.array(FP4_SHIFT), name)
     # The largest number, 6, becomes 192; 0.5 becomes 16 times 2**-down, a subnormal from 2**-7 on.
     expanded, base, num_inexact = _with_one_scale_of_four(halves[codes & 7] * 16.0, scale)
     return (expanded | (codes & 8) << 4).astype(np.uint8), (base - 5).clip(0), num_inexact
 
 
 def join_scales(
-    codes: NDArray[np.uint8], scale: NDArray[np.uint8]
+    codes: NDArray[np.uint8], scale: NDArray[np.uint8], name: str = "a weight"
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int]:
     """e4m3 bytes with a scale per 32 columns as e4m3 bytes with one UE8M0 scale per 128.
 
@@ -64,7 +67,7 @@ def join_scales(
     Args:
         codes: OCP e4m3 [experts, n, k]; scale: UE8M0 [experts, n, k / 32], k a multiple of 128.
     """
-    _check_e8m0(scale, np.array(0))
+    check_e8m0(scale, np.array(0), name)
     magnitude = (codes & 0x7F).astype(np.uint8)
     joined, base, num_inexact = _with_one_scale_of_four(_e4m3_numbers(magnitude), scale)
     is_nan = magnitude == _NAN_E4M3
@@ -84,13 +87,13 @@ def _with_one_scale_of_four(
     return codes, base.astype(np.uint8), int((_e4m3_numbers(codes) != wanted).sum())
 
 
-def shifted(scale: NDArray[np.uint8], shift: int) -> NDArray[np.uint8]:
+def shifted(scale: NDArray[np.uint8], shift: int, name: str = "a weight") -> NDArray[np.uint8]:
     """UE8M0 scales times 2**shift.
 
     Raises:
         ValueError: a scale is NaN, or too large for that.
     """
-    _check_e8m0(scale, np.array(shift))
+    check_e8m0(scale, np.array(shift), name)
     return (scale + shift).astype(np.uint8)
 
 
@@ -116,14 +119,55 @@ def _e4m3_numbers(codes: NDArray[np.uint8]) -> NDArray:
     return mantissa * np.exp2(np.maximum(exponent, 1) - 10.0)
 
 
-def _check_e8m0(scale: NDArray[np.uint8], shift: NDArray) -> None:
+def check_e8m0(scale: NDArray[np.uint8], shift: NDArray, name: str) -> None:
+    """That UE8M0 scales are numbers, and still are once times 2**shift.
+
+    Raises:
+        ValueError: one is not; says where, in ``name``.
+    """
     if scale.dtype != np.uint8:
-        raise ValueError(f"FP4 weights have UE8M0 scales as uint8, found {scale.dtype}.")
-    if (scale == _NAN_E8M0).any() or (scale.astype(np.int64) + shift > _LARGEST_E8M0).any():
         raise ValueError(
-            "A UE8M0 scale is NaN, or too large for the kernels' number format: such a checkpoint "
-            "is broken or needs the host path."
+            f"The scales of {name} must be UE8M0 bytes (uint8), found {scale.dtype}: pass them as "
+            "the checkpoint stores them."
         )
+    where = _first(scale == _NAN_E8M0)
+    if where is not None:
+        raise ValueError(
+            f"The scale {where} of {name} is NaN (UE8M0 byte 255): the checkpoint is broken; "
+            "convert or download it again."
+        )
+    where = _first(scale.astype(np.int64) + shift > _LARGEST_E8M0)
+    if where is not None:
+        raise ValueError(
+            f"The scale {where} of {name} is too large for Trainium2's fp8, which needs it times a "
+            "power of two that UE8M0 cannot hold: serve these weights by the host path."
+        )
+
+
+def _doubled(scale: NDArray, is_doubled: NDArray, name: str) -> NDArray[np.float32]:
+    """fp32 scales, some of them times 2."""
+    where = _first(~np.isfinite(scale))
+    if where is not None:
+        raise ValueError(
+            f"The scale {where} of {name} is {scale[tuple(where)]}, not a finite number: the "
+            "checkpoint is broken; convert or download it again."
+        )
+    with np.errstate(over="ignore"):
+        result = np.where(is_doubled, scale * np.float32(2), scale).astype(np.float32)
+    where = _first(~np.isfinite(result))
+    if where is not None:
+        raise ValueError(
+            f"The scale {where} of {name} is {scale[tuple(where)]:g}, over a block with an fp8 "
+            "number above 240, where Trainium2's fp8 ends: halving the block takes twice the "
+            "scale, which is more than fp32 holds. Serve these weights by the host path."
+        )
+    return result
+
+
+def _first(is_bad: NDArray[np.bool_]) -> list[int] | None:
+    """Where a mask is first true, or None."""
+    found = np.argwhere(is_bad)
+    return found[0].tolist() if len(found) else None
 
 
 def _by_block(codes: NDArray, block_size: tuple[int, int]) -> NDArray:

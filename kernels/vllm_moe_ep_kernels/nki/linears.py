@@ -30,8 +30,9 @@ class NkiLinears:
         scale: Tensor,
         block_size: tuple[int, int],
         is_gate_up: bool = False,
+        name: str = "a weight",
     ) -> LinearWeight:
-        prepared = self.lay_out(values, scale, block_size, is_interleaved=is_gate_up)
+        prepared = self.lay_out(values, scale, block_size, is_interleaved=is_gate_up, name=name)
         return LinearWeight(
             torch.from_numpy(prepared.codes).to(self.device),
             torch.from_numpy(prepared.scales).to(self.device),
@@ -51,13 +52,15 @@ class NkiLinears:
         block_size: tuple[int, int],
         k_parts: int = 1,
         is_interleaved: bool = False,
+        name: str = "a weight",
     ) -> PreparedWeight:
         """``prepare`` of the kernels on tensors of the CPU."""
         is_fp4 = values.dtype is torch.uint8
         scales = scale if scale.dtype is torch.float32 else scale.view(torch.uint8)
         codes = values.contiguous().view(torch.uint8).numpy()
         factors = scales.contiguous().numpy()
-        return prepare(codes, factors, block_size, is_fp4, self.num_cores, k_parts, is_interleaved)
+        layout = (self.num_cores, k_parts, is_interleaved)
+        return prepare(codes, factors, block_size, is_fp4, *layout, name)
 
     def linear(self, rows: Tensor, weight: LinearWeight, expert: int) -> Tensor:
         return self._product(rows, weight, expert, None)

@@ -73,6 +73,7 @@ def prepare(
     num_cores: int = 2,
     k_parts: int = 1,
     is_interleaved: bool = False,
+    name: str = "a weight",
 ) -> PreparedWeight:
     """Convert and lay out a stack of quantised matrices.
 
@@ -84,25 +85,26 @@ def prepare(
         num_cores: physical cores of a logical core, among which blocks of n are shared out.
         k_parts: parts of k that are read separately: num_cores for the down weight of an expert.
         is_interleaved: n is gate above up, whose blocks shall alternate.
+        name: of the weight, for errors.
 
     Raises:
-        ValueError: the size does not fit, or a scale is NaN or too large.
+        ValueError: the size does not fit, or a scale is NaN or too large; names the weight.
     """
     num_experts, n = values.shape[:2]
     k = values.shape[2] * (2 if is_fp4 else 1)
     reason = why_not(n, k, num_cores, is_fp4, k_parts)
     if reason is not None:
-        raise ValueError(f"No kernel for this weight: {reason}.")
+        raise ValueError(f"No kernel for {name}: {reason}.")
     if not has_span(k // k_parts, block_size[1]):
         raise ValueError(
-            f"Scales span 32 columns or a multiple of 128 that divides {k // k_parts}, found "
-            f"{block_size[1]}."
+            f"The scales of {name} must span 32 columns or a multiple of 128 that divides "
+            f"{k // k_parts}, found {block_size[1]}."
         )
     if is_fp4:
         codes = np.stack([values & 0xF, values >> 4], axis=-1).reshape(num_experts, n, k)
-        scale, num_inexact = shifted(scale, FP4_SHIFT), 0
+        scale, num_inexact = shifted(scale, FP4_SHIFT, name), 0
     else:
-        codes, scale, num_inexact = fit_to_240(values, scale, block_size)
+        codes, scale, num_inexact = fit_to_240(values, scale, block_size, name)
     order = _block_order(n // BLOCK, is_interleaved)
     return PreparedWeight(
         _lay_out_codes(codes, order, num_cores, k_parts, is_fp4),

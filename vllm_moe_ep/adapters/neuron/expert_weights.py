@@ -77,10 +77,18 @@ def prepared(experts: Any, num_cores: int = 2) -> ExpertWeights:
     down_scale = experts.w2_scale[:, :, None].expand(-1, -1, num_cores)
     try:
         w13 = linears.lay_out(
-            gate_up, _fp32(gate_up_scale[:, :, None]), (1, gate_up.shape[2]), is_interleaved=True
+            gate_up,
+            _fp32(gate_up_scale[:, :, None]),
+            (1, gate_up.shape[2]),
+            is_interleaved=True,
+            name="w1_weight followed by w3_weight",
         )
         w2 = linears.lay_out(
-            down, _fp32(down_scale), (1, down.shape[2] // num_cores), k_parts=num_cores
+            down,
+            _fp32(down_scale),
+            (1, down.shape[2] // num_cores),
+            k_parts=num_cores,
+            name="w2_weight",
         )
     except ValueError as error:
         raise UnsupportedError(str(error)) from error
