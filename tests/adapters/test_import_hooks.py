@@ -1,6 +1,7 @@
 """Callbacks run once, right after their module was imported, never before."""
 
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -57,3 +58,22 @@ def test_wrap_attribute_wraps_once_and_keeps_static_methods() -> None:
     wrap_attribute(Owner, "double", plus_one)
     wrap_attribute(Owner, "double", plus_one)
     assert Owner().double(3) == 7
+
+
+def test_the_module_keeps_its_own_loader(module_name: str) -> None:
+    when_imported(module_name, lambda module: None)
+    module = __import__(module_name)
+    assert module.__spec__ is not None
+    assert module.__loader__ is module.__spec__.loader
+    assert isinstance(module.__loader__, SourceFileLoader)
+
+
+def test_callback_waits_for_the_import_that_succeeds(module_name: str, tmp_path: Path) -> None:
+    seen: list[ModuleType] = []
+    when_imported(module_name, seen.append)
+    (tmp_path / f"{module_name}.py").write_text("raise ImportError('not yet')\n")
+    with pytest.raises(ImportError, match="not yet"):
+        __import__(module_name)
+    assert seen == []
+    (tmp_path / f"{module_name}.py").write_text("value = 1  # another length\n")
+    assert seen == [__import__(module_name)]

@@ -16,7 +16,7 @@ from vllm_neuron_stand_in import PACKAGES, affinities_of, exact_weights
 from tests.adapters.conftest import DEEPSEEK_V3, MakeConfig
 from tests.adapters.quantised_models import V4
 from vllm_moe_ep import hardware
-from vllm_moe_ep.adapters.vllm import neuron_config, plugin
+from vllm_moe_ep.adapters.vllm import hooks, neuron_config, plugin
 from vllm_moe_ep.envs import load_settings
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.quant.formats import FORMATS
@@ -35,7 +35,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _forget()
     monkeypatch.syspath_prepend(str(PACKAGES))
     monkeypatch.setenv("VLLM_MOE_EP_PLATFORM", "neuron")
-    plugin._install_neuron()
+    hooks.install(plugin.NEURON_HOOKS)
     yield
     _forget()
 
@@ -184,16 +184,6 @@ def test_a_model_that_was_loaded_elsewhere_is_refused(
         runner = make_runner(make_config(MODEL, **OURS))
         monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
         runner.load_model()
-
-
-def test_a_version_without_the_hooked_methods_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from vllm_moe_ep.adapters.vllm import neuron_model
-
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    neuron_model.hook_runner(importlib.import_module(EXPERTS))
-    assert "has no method load_model" in caplog.text
 
 
 def test_a_runner_on_a_host_that_was_probed_as_cpu_is_refused(

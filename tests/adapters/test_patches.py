@@ -1,11 +1,11 @@
-"""`docs/patches.md` lists every attribute of vLLM that the adapter wraps, and nothing else."""
+"""`docs/patches.md` lists every attribute of vLLM that the plugin changes, and nothing else."""
 
 import ast
 import importlib
 import re
 from pathlib import Path
 
-from vllm_moe_ep.adapters.vllm import wrapping
+from vllm_moe_ep.adapters.vllm import plugin, plugin_filter, wrapping
 
 ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "vllm_moe_ep" / "adapters" / "vllm"
@@ -22,43 +22,32 @@ def ledger() -> dict[str, set[str]]:
     return hooked
 
 
-def wrapped_names() -> dict[str, set[str]]:
-    """Module of ours -> attribute names in its calls of `wrap_attribute`."""
+def hooked() -> dict[str, set[str]]:
+    """Module of ours -> dotted names that the plugin's tables say it wraps or changes."""
     found: dict[str, set[str]] = {}
-    for path in ADAPTER.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "wrap_attribute":
-                name = node.args[1]
-                assert isinstance(name, ast.Constant)
-                found.setdefault(path.name, set()).add(str(name.value))
+    for hook in (*plugin.HOOKS, *plugin.NEURON_HOOKS, *plugin.CURE_HOOKS, *plugin_filter.HOOKS):
+        if hook.kind != "need":
+            module = f"{hook.function.partition('.')[0]}.py"
+            found.setdefault(module, set()).add(hook.target)
     return found
 
 
-def test_every_wrapped_attribute_is_listed() -> None:
-    listed = ledger()
-    for module, names in wrapped_names().items():
-        last_parts = {target.rpartition(".")[2] for target in listed[module]}
-        assert names <= last_parts, f"{module} wraps {names}, docs/patches.md lists {last_parts}"
+def test_the_document_lists_every_hook_and_nothing_else() -> None:
+    assert ledger() == hooked()
 
 
-def test_every_listed_module_exists() -> None:
-    assert all((ADAPTER / module).is_file() for module in ledger())
+def test_nothing_is_wrapped_outside_of_the_tables() -> None:
+    callers = {
+        path.name
+        for path in ADAPTER.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "wrap_attribute"
+    }
+    assert callers == {"hooks.py", "moe_factory.py"}
 
 
-def test_every_listed_wrap_is_in_place() -> None:
-    wraps = wrapped_names()
-    for module, targets in ledger().items():
-        if module in ("plugin_filter.py", "neuron_model.py"):
-            continue  # installed only while VLLM_PLUGINS leaves us out, or with vllm-neuron
-        for target in targets:
-            owner_name, _, attribute = target.rpartition(".")
-            if attribute in wraps.get(module, set()):
-                assert hasattr(getattr(_resolve(owner_name), attribute), wrapping.MARK), target
-
-
-def _resolve(dotted: str) -> object:
-    try:
-        return importlib.import_module(dotted)
-    except ModuleNotFoundError:
-        parent, _, name = dotted.rpartition(".")
-        return getattr(importlib.import_module(parent), name)
+def test_every_hook_is_in_place() -> None:
+    for hook in (*plugin.HOOKS, *plugin.CURE_HOOKS):
+        importlib.import_module(hook.module)
+        if hook.kind == "wrap":
+            assert hasattr(getattr(hook.find_owner(), hook.attribute), wrapping.MARK), hook.target

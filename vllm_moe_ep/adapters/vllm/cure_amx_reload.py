@@ -11,22 +11,18 @@ from typing import Any
 import torch
 
 from vllm_moe_ep.adapters.vllm import cures
-from vllm_moe_ep.adapters.vllm.wrapping import MARK, wrap_attribute
+from vllm_moe_ep.adapters.vllm.wrapping import MARK, argument
 
 
-def hook_reload() -> None:
+def with_freed_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hand freed parameters over to the new weights where the cure is on."""
-    from vllm.model_executor.model_loader.reload import layerwise
 
-    wrap_attribute(layerwise, "_copy_and_restore_kernel_tensors", _with_freed_parameters)
-
-
-def _with_freed_parameters(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def _copy_and_restore_kernel_tensors(layer: Any, info: Any) -> None:
+    def _copy_and_restore_kernel_tensors(*args: Any, **kwargs: Any) -> Any:
         if cures.is_active(CURE):
-            _replace_freed(layer, info)
-        original(layer, info)
+            layer = argument(original, "layer", args, kwargs)
+            _replace_freed(layer, argument(original, "info", args, kwargs))
+        return original(*args, **kwargs)
 
     return _copy_and_restore_kernel_tensors
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_moe_ep.adapters.vllm import cures, engine_config
-from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
+from vllm_moe_ep.adapters.vllm import choice, cures
 from vllm_moe_ep.quant.cast import dequantise, quantise
 from vllm_moe_ep.quant.formats import FP8_128X128
 
@@ -16,20 +15,14 @@ _MAX_ERROR = 0.02
 """rel-L2 of the products; one block of six at twice its scale would make 0.4."""
 
 
-def hook_fp8_kernel() -> None:
+def with_cure(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let the kernel's own check pass where the cure is on."""
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
-    wrap_attribute(CPUFp8BlockScaledMMKernel, "is_supported", _with_cure)
-
-
-def _with_cure(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def is_supported(cls: Any, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-        supported, reason = original(cls, *args, **kwargs)
-        if not supported and cures.is_active(CURE) and engine_config.is_current():
+    def is_supported(*args: Any, **kwargs: Any) -> Any:
+        if cures.is_active(CURE) and choice.is_current():
             return True, None
-        return supported, reason
+        return original(*args, **kwargs)
 
     return is_supported
 

@@ -10,47 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
 
 from vllm_moe_ep.adapters.vllm import cures, v4_metadata
-from vllm_moe_ep.adapters.vllm.wrapping import MARK, wrap_attribute
+from vllm_moe_ep.adapters.vllm.wrapping import MARK, MakeWrapper
 
 
-def hook_request_mapping(module: Any) -> None:
-    """In vllm.v1.attention.ops.metadata."""
-    if not current_platform.is_cpu():
-        return
-    mapping = _function_or(v4_metadata.token_to_request)
-    wrap_attribute(module, "compute_token_to_req_indices", mapping)
-
-
-def hook_window(module: Any) -> None:
-    """In vllm.v1.attention.backends.mla.sparse_swa."""
-    if not current_platform.is_cpu():
-        return
-    gather_lengths = _method_or(v4_metadata.prefill_gather_lengths)
-    wrap_attribute(module.ComputePrefillMetadataKernel, "__call__", gather_lengths)
-    slots = _method_or(v4_metadata.window_slots)
-    wrap_attribute(module.ComputeSWAIndicesAndLensKernel, "__call__", slots)
-
-
-def hook_indexer(module: Any) -> None:
-    """In vllm.v1.attention.backends.mla.indexer."""
-    if not current_platform.is_cpu():
-        return
-    chunk = _method_or(v4_metadata.prefill_chunk)
-    wrap_attribute(module.BuildPrefillChunkMetadataKernel, "__call__", chunk)
-
-
-def hook_compressor(module: Any) -> None:
-    """In vllm.v1.attention.backends.mla.compressor_utils."""
-    if not current_platform.is_cpu():
-        return
-    slots = _method_or(v4_metadata.compressed_slots)
-    wrap_attribute(module.CompressedSlotMappingKernel, "__call__", slots)
-
-
-def _function_or(plain: Callable[..., Any]) -> Callable[[Any], Any]:
+def _function_or(plain: Callable[..., Any]) -> MakeWrapper:
     def make_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +26,7 @@ def _function_or(plain: Callable[..., Any]) -> Callable[[Any], Any]:
     return make_wrapper
 
 
-def _method_or(plain: Callable[..., Any]) -> Callable[[Any], Any]:
+def _method_or(plain: Callable[..., Any]) -> MakeWrapper:
     def make_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +37,13 @@ def _method_or(plain: Callable[..., Any]) -> Callable[[Any], Any]:
         return __call__
 
     return make_wrapper
+
+
+with_plain_mapping = _function_or(v4_metadata.token_to_request)
+with_plain_lengths = _method_or(v4_metadata.prefill_gather_lengths)
+with_plain_window = _method_or(v4_metadata.window_slots)
+with_plain_chunk = _method_or(v4_metadata.prefill_chunk)
+with_plain_slots = _method_or(v4_metadata.compressed_slots)
 
 
 def is_needed() -> bool:

@@ -8,22 +8,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm_moe_ep.adapters.vllm import cures, engine_config
-from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
+from vllm_moe_ep.adapters.vllm import choice, cures
+from vllm_moe_ep.adapters.vllm.wrapping import MARK
 
 
-def hook_schedule() -> None:
+def with_all_types(original: Callable[..., Any]) -> Callable[..., Any]:
     """Complete the dictionary where the cure is on."""
-    from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
 
-    wrap_attribute(DeepseekV4CPUSparseSWAMetadataBuilder, "build_tile_scheduler", _with_all_types)
-
-
-def _with_all_types(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def build_tile_scheduler(self: Any, num_decode_tokens: int) -> dict[str, Any]:
-        schedules = original(self, num_decode_tokens)
-        if cures.is_active(CURE) and engine_config.is_chosen(self.vllm_config):
+    def build_tile_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        schedules = original(self, *args, **kwargs)
+        if cures.is_active(CURE) and choice.is_chosen(getattr(self, "vllm_config", None)):
             schedules = dict.fromkeys(_layer_types()) | schedules
         return schedules
 
@@ -44,8 +39,6 @@ def is_needed() -> bool:
 
 def _stock_schedules() -> dict[str, Any]:
     from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
-
-    from vllm_moe_ep.adapters.vllm.wrapping import MARK
 
     wrapper = DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler
     schedules: dict[str, Any] = getattr(wrapper, MARK)(None, 0)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_moe_ep import BACKEND_NAME, __version__
-from vllm_moe_ep.adapters.vllm import backend_name, neuron_config
+from vllm_moe_ep.adapters.vllm import backend_name, failed_hooks, hooks, neuron_config
+from vllm_moe_ep.adapters.vllm.choice import backend_of, is_chosen, normalize
 from vllm_moe_ep.adapters.vllm.cpu_attention import avoid_amx_attention
-from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.deepgemm.library import check_deep_gemm
 from vllm_moe_ep.envs import OVERRIDE_KEY, Settings, load_settings
@@ -24,20 +24,6 @@ vLLM's default turns on sequence-parallel MoE at TP > 1 with DP > 1; its decoder
 takes a step of one token for one that is already split. Only this value switches that off
 and is accepted, without effect, by every device communicator.
 """
-
-
-def is_chosen(vllm_config: Any) -> bool:
-    """Whether `vllm_config` asks for static-ep."""
-    backend = vllm_config.kernel_config.moe_backend
-    return isinstance(backend, str) and backend_name.normalize(backend) == BACKEND_NAME
-
-
-def is_current() -> bool:
-    """Whether the configuration that vLLM builds a model under asks for static-ep."""
-    from vllm.config.vllm import get_current_vllm_config_or_none
-
-    vllm_config = get_current_vllm_config_or_none()
-    return vllm_config is not None and is_chosen(vllm_config)
 
 
 def settings_of(vllm_config: Any) -> Settings:
@@ -64,30 +50,22 @@ def ep_config_of(settings: Settings) -> EPConfig:
     )
 
 
-def hook_vllm_config() -> None:
-    """Run our checks around `VllmConfig.__post_init__`, in every process that builds one."""
-    from vllm.config.vllm import VllmConfig
+def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run our checks before `VllmConfig.__post_init__`, in every process that builds one."""
 
-    wrap_attribute(VllmConfig, "__post_init__", _with_checks)
-
-
-def _with_checks(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_misspelling(self.kernel_config.moe_backend)
-        chosen = is_chosen(self)
-        if chosen:
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_misspelling(backend_of(self))
+        if is_chosen(self):
             prepare(self)
-        original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return __post_init__
 
 
 def _refuse_misspelling(backend: Any) -> None:
     """`LLM(moe_backend=...)` is not validated by vLLM: catch what was meant to be ours."""
-    if not isinstance(backend, str) or backend_name.normalize(backend) in (
-        backend_name.known_backends()
-    ):
+    if not isinstance(backend, str) or normalize(backend) in backend_name.known_backends():
         return
     if BACKEND_NAME in backend_name.near_matches(backend):
         raise ValueError(backend_name.unknown_backend_message(backend) + ".")
@@ -100,9 +78,11 @@ def prepare(vllm_config: Any) -> None:
         UnsupportedError: what was asked for cannot run; names the option to change.
         SettingsError: a setting is unknown or has a value that is not allowed.
     """
+    failed_hooks.refuse_if_any()
     settings = settings_of(vllm_config)
     hardware = probe(settings.platform)
     require_layer(hardware)
+    hooks.refuse_failed(hardware.kind)
     if hardware.kind == "cuda":
         _check_cuda(settings)
     if hardware.kind == "cpu":

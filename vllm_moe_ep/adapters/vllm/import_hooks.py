@@ -10,9 +10,9 @@ Callback = Callable[[ModuleType], None]
 
 
 class _Loader(importlib.abc.Loader):
-    """Delegates to the real loader, then runs the callbacks."""
+    """Delegates to the real loader, puts it back into the module, then runs the callbacks."""
 
-    def __init__(self, inner: importlib.abc.Loader, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, inner: importlib.abc.Loader, callbacks: list[Callback]) -> None:
         self._inner = inner
         self._callbacks = callbacks
 
@@ -20,7 +20,15 @@ class _Loader(importlib.abc.Loader):
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        try:
+            self._inner.exec_module(module)
+        except BaseException:
+            # Whoever imports it may try again.
+            _finder.waiting.setdefault(module.__name__, []).extend(self._callbacks)
+            raise
         for callback in self._callbacks:
             callback(module)
 

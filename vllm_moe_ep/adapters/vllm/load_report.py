@@ -5,31 +5,31 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_moe_ep.adapters.vllm import engine_config
+from vllm_moe_ep.adapters.vllm import engine_config, failed_hooks
+from vllm_moe_ep.adapters.vllm.choice import is_chosen
 from vllm_moe_ep.adapters.vllm.needed_cures import prepare_for
-from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
+from vllm_moe_ep.adapters.vllm.wrapping import argument
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.hardware import probe, require_layer
 
 logger = logging.getLogger("vllm.vllm_moe_ep")
 
 
-def hook_model_loader() -> None:
+def with_report(original: Callable[..., Any]) -> Callable[..., Any]:
     """Prepare for each model, and check it once vLLM has built it, before its weights are read."""
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    wrap_attribute(BaseModelLoader, "create_model", _with_report)
-
-
-def _with_report(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def create_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kw: Any) -> Any:
-        is_chosen = engine_config.is_chosen(vllm_config)
-        if is_chosen:
-            prepare_for(vllm_config, model_config)
-        model = original(self, vllm_config, model_config, *args, **kw)
-        if is_chosen:
-            report(model, vllm_config, engine_config.is_draft(vllm_config, model_config))
+    def create_model(*args: Any, **kwargs: Any) -> Any:
+        vllm_config = argument(original, "vllm_config", args, kwargs)
+        if not is_chosen(vllm_config):
+            return original(*args, **kwargs)
+        failed_hooks.refuse_if_any()
+        model_config = argument(original, "model_config", args, kwargs)
+        prepare_for(vllm_config, model_config)
+        model = original(*args, **kwargs)
+        # Building it imported more of vLLM.
+        failed_hooks.refuse_if_any()
+        report(model, vllm_config, engine_config.is_draft(vllm_config, model_config))
         return model
 
     return create_model

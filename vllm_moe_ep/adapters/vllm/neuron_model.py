@@ -23,8 +23,7 @@ from vllm_moe_ep.adapters.neuron.routed_experts import (
     swap_routed_experts,
     swapped_modules,
 )
-from vllm_moe_ep.adapters.vllm import engine_config, neuron_config
-from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
+from vllm_moe_ep.adapters.vllm import choice, engine_config, failed_hooks, neuron_config
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.hardware import NEURON_LAYER, probe
 
@@ -38,39 +37,14 @@ _allow_stock: ContextVar[bool | None] = ContextVar("_allow_stock", default=None)
 """While a runner loads a model with static-ep chosen: may layers stay stock? Else None."""
 
 
-def hook_runner(module: ModuleType) -> None:
+def with_our_experts(original: Callable[..., Any]) -> Callable[..., Any]:
     """Follow `NeuronModelRunner.load_model`, which has the configuration."""
-    runner = getattr(module, "NeuronModelRunner", None)
-    if _has(runner, "load_model", module):
-        wrap_attribute(runner, "load_model", _with_our_experts)
 
-
-def hook_model(module: ModuleType) -> None:
-    """Take the experts once the model is built, and lay out their weights once they are loaded."""
-    model = getattr(module, neuron_config.ARCHITECTURE, None)
-    if _has(model, "from_configs", module) and _has(model, "load_weights", module):
-        wrap_attribute(model, "from_configs", _taking_layers)
-        wrap_attribute(model, "load_weights", _preparing_layers)
-
-
-def _has(owner: Any, name: str, module: ModuleType) -> bool:
-    """Whether it can be wrapped. Static-ep need not be chosen, so that this is no error yet."""
-    if name in getattr(owner, "__dict__", {}):
-        return True
-    logger.warning(
-        "static-ep: %s has no method %s where it was expected, so --moe-backend static-ep cannot "
-        "serve with this version of vllm-neuron.",
-        module.__name__,
-        name,
-    )
-    return False
-
-
-def _with_our_experts(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not engine_config.is_chosen(self.vllm_config):
+        if not choice.is_chosen(getattr(self, "vllm_config", None)):
             return original(self, *args, **kwargs)
+        failed_hooks.refuse_if_any()
         settings = engine_config.settings_of(self.vllm_config)
         hardware = probe(settings.platform)
         if hardware.kind != "neuron":
@@ -89,7 +63,9 @@ def _with_our_experts(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_model
 
 
-def _taking_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+def taking_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the experts once the model is built."""
+
     @functools.wraps(original)
     def from_configs(cls: Any, *args: Any, **kwargs: Any) -> Any:
         model = original(cls, *args, **kwargs)
@@ -102,7 +78,9 @@ def _taking_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_configs
 
 
-def _preparing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+def preparing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lay out the weights of the experts that were taken, once they are loaded."""
+
     @functools.wraps(original)
     def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

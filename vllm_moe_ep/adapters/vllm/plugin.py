@@ -1,8 +1,152 @@
-"""Install every hook, in order. Each hook waits for its vLLM module to be imported."""
+"""Every hook, in order. Each waits for its vLLM module to be imported."""
 
-from types import ModuleType
+from vllm_moe_ep.adapters.vllm.hooks import Hook
+from vllm_moe_ep.adapters.vllm.hooks import install as install_hooks
 
-from vllm_moe_ep.adapters.vllm.import_hooks import when_imported
+_V4_CPU = "vllm.models.deepseek_v4.cpu"
+_LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+_METADATA = "vllm.v1.attention.ops.metadata"
+_MLA = "vllm.v1.attention.backends.mla"
+
+HOOKS = (
+    Hook(
+        "vllm.envs",
+        "vllm.envs.environment_variables",
+        "environment.declare_variables",
+        kind="change",
+    ),
+    Hook(
+        "vllm.config.vllm",
+        "vllm.config.vllm.get_current_vllm_config_or_none",
+        kind="need",
+    ),
+    Hook(
+        "vllm.config.vllm",
+        "vllm.config.kernel.KernelConfig.moe_backend",
+        "backend_name.widen_kernel_config",
+        kind="change",
+    ),
+    Hook(
+        "vllm.config.vllm",
+        "vllm.config.speculative.SpeculativeConfig.moe_backend",
+        "backend_name.widen_speculative_config",
+        kind="change",
+    ),
+    Hook(
+        "vllm.config.vllm",
+        "vllm.config.vllm.VllmConfig.__post_init__",
+        "engine_config.with_checks",
+    ),
+    Hook(
+        "vllm.engine.arg_utils",
+        "vllm.engine.arg_utils._compute_kwargs",
+        "backend_name.forget_cached_arguments",
+        kind="change",
+    ),
+    Hook(
+        "vllm.engine.arg_utils",
+        "vllm.engine.arg_utils.EngineArgs.add_cli_args",
+        "backend_name.with_near_matches",
+    ),
+    Hook(
+        "vllm.model_executor.layers.fused_moe.routed_experts",
+        "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts._get_quant_method",
+        "stock_guard.with_guard",
+        parameters=("prefix", "moe_config"),
+    ),
+    Hook(
+        "vllm.model_executor.models.deepseek_v2",
+        "vllm.model_executor.models.deepseek_v2.FusedMoEFactory",
+        "moe_factory._with_our_experts",
+        parameters=("routed_experts_cls", "routed_experts_args"),
+    ),
+    Hook(
+        f"{_V4_CPU}.model",
+        f"{_V4_CPU}.model.FusedMoEFactory",
+        "moe_factory._with_our_experts",
+        parameters=("routed_experts_cls", "routed_experts_args"),
+        platform="cpu",
+    ),
+    Hook(
+        "vllm.model_executor.model_loader.base_loader",
+        "vllm.model_executor.model_loader.base_loader.BaseModelLoader.create_model",
+        "load_report.with_report",
+        parameters=("vllm_config", "model_config"),
+    ),
+)
+
+NEURON_HOOKS = (
+    Hook(
+        "vllm_neuron.vllm.worker.neuron_model_runner",
+        "vllm_neuron.vllm.worker.neuron_model_runner.NeuronModelRunner.load_model",
+        "neuron_model.with_our_experts",
+        platform="neuron",
+    ),
+    Hook(
+        "vllm_neuron.model.deepseek_v4.model",
+        "vllm_neuron.model.deepseek_v4.model.DeepseekV4ForCausalLM.from_configs",
+        "neuron_model.taking_layers",
+        platform="neuron",
+    ),
+    Hook(
+        "vllm_neuron.model.deepseek_v4.model",
+        "vllm_neuron.model.deepseek_v4.model.DeepseekV4ForCausalLM.load_weights",
+        "neuron_model.preparing_layers",
+        platform="neuron",
+    ),
+)
+
+CURE_HOOKS = (
+    Hook(
+        "vllm.model_executor.kernels.linear.scaled_mm.cpu",
+        "vllm.model_executor.kernels.linear.scaled_mm.cpu.CPUFp8BlockScaledMMKernel.is_supported",
+        "cure_fp8_linear.with_cure",
+        platform="cpu",
+    ),
+    Hook(
+        _LAYERWISE,
+        f"{_LAYERWISE}._copy_and_restore_kernel_tensors",
+        "cure_amx_reload.with_freed_parameters",
+        parameters=("layer", "info"),
+        platform="cpu",
+    ),
+    Hook(
+        f"{_V4_CPU}.cpu_mla",
+        f"{_V4_CPU}.cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler",
+        "cure_v4_schedule.with_all_types",
+        platform="cpu",
+    ),
+    Hook(
+        _METADATA,
+        f"{_METADATA}.compute_token_to_req_indices",
+        "cure_v4_metadata.with_plain_mapping",
+        platform="cpu",
+    ),
+    Hook(
+        f"{_MLA}.sparse_swa",
+        f"{_MLA}.sparse_swa.ComputePrefillMetadataKernel.__call__",
+        "cure_v4_metadata.with_plain_lengths",
+        platform="cpu",
+    ),
+    Hook(
+        f"{_MLA}.sparse_swa",
+        f"{_MLA}.sparse_swa.ComputeSWAIndicesAndLensKernel.__call__",
+        "cure_v4_metadata.with_plain_window",
+        platform="cpu",
+    ),
+    Hook(
+        f"{_MLA}.indexer",
+        f"{_MLA}.indexer.BuildPrefillChunkMetadataKernel.__call__",
+        "cure_v4_metadata.with_plain_chunk",
+        platform="cpu",
+    ),
+    Hook(
+        f"{_MLA}.compressor_utils",
+        f"{_MLA}.compressor_utils.CompressedSlotMappingKernel.__call__",
+        "cure_v4_metadata.with_plain_slots",
+        platform="cpu",
+    ),
+)
 
 _installed = False
 
@@ -13,124 +157,4 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    when_imported("vllm.envs", _hook_environment)
-    when_imported("vllm.config.vllm", _hook_config)
-    when_imported("vllm.engine.arg_utils", _hook_arguments)
-    when_imported("vllm.model_executor.layers.fused_moe.routed_experts", _hook_stock_experts)
-    when_imported("vllm.model_executor.models.deepseek_v2", _hook_deepseek)
-    when_imported("vllm.models.deepseek_v4.cpu.model", _hook_deepseek_v4)
-    when_imported("vllm.model_executor.model_loader.base_loader", _hook_loader)
-    _install_neuron()
-    _install_cures()
-
-
-def _install_neuron() -> None:
-    when_imported("vllm_neuron.vllm.worker.neuron_model_runner", _hook_neuron_runner)
-    when_imported("vllm_neuron.model.deepseek_v4.model", _hook_neuron_model)
-
-
-def _install_cures() -> None:
-    when_imported("vllm.model_executor.kernels.linear.scaled_mm.cpu", _hook_fp8_kernel)
-    when_imported("vllm.model_executor.model_loader.reload.layerwise", _hook_reload)
-    when_imported("vllm.models.deepseek_v4.cpu.cpu_mla", _hook_schedule)
-    when_imported("vllm.v1.attention.ops.metadata", _hook_request_mapping)
-    when_imported("vllm.v1.attention.backends.mla.sparse_swa", _hook_window)
-    when_imported("vllm.v1.attention.backends.mla.indexer", _hook_indexer)
-    when_imported("vllm.v1.attention.backends.mla.compressor_utils", _hook_compressor)
-
-
-def _hook_environment(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import environment
-
-    environment.declare_variables(module)
-
-
-def _hook_config(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import backend_name, engine_config
-
-    backend_name.widen_config_types()
-    engine_config.hook_vllm_config()
-
-
-def _hook_arguments(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import backend_name
-
-    backend_name.hook_arguments()
-
-
-def _hook_stock_experts(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import stock_guard
-
-    stock_guard.hook_stock_experts()
-
-
-def _hook_deepseek(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import moe_factory
-
-    moe_factory.hook_deepseek_factory()
-
-
-def _hook_deepseek_v4(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import moe_factory
-
-    moe_factory.hook_deepseek_v4_factory()
-
-
-def _hook_loader(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import load_report
-
-    load_report.hook_model_loader()
-
-
-def _hook_neuron_runner(module: ModuleType) -> None:
-    from vllm_moe_ep.adapters.vllm import neuron_model
-
-    neuron_model.hook_runner(module)
-
-
-def _hook_neuron_model(module: ModuleType) -> None:
-    from vllm_moe_ep.adapters.vllm import neuron_model
-
-    neuron_model.hook_model(module)
-
-
-def _hook_fp8_kernel(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import cure_fp8_linear
-
-    cure_fp8_linear.hook_fp8_kernel()
-
-
-def _hook_reload(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import cure_amx_reload
-
-    cure_amx_reload.hook_reload()
-
-
-def _hook_schedule(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import cure_v4_schedule
-
-    cure_v4_schedule.hook_schedule()
-
-
-def _hook_request_mapping(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import cure_v4_metadata
-
-    cure_v4_metadata.hook_request_mapping(module)
-
-
-def _hook_window(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import cure_v4_metadata
-
-    cure_v4_metadata.hook_window(module)
-
-
-def _hook_indexer(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import cure_v4_metadata
-
-    cure_v4_metadata.hook_indexer(module)
-
-
-def _hook_compressor(module: object) -> None:
-    from vllm_moe_ep.adapters.vllm import cure_v4_metadata
-
-    cure_v4_metadata.hook_compressor(module)
+    install_hooks((*HOOKS, *NEURON_HOOKS, *CURE_HOOKS))

@@ -11,18 +11,29 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_moe_ep import BACKEND_NAME, PLUGIN_NAME
-from vllm_moe_ep.adapters.vllm.backend_name import normalize
-from vllm_moe_ep.adapters.vllm.import_hooks import when_imported
-from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
+from vllm_moe_ep import PLUGIN_NAME
+from vllm_moe_ep.adapters.vllm.choice import backend_of, is_ours
+from vllm_moe_ep.adapters.vllm.hooks import Hook, install
+
+HOOKS = (
+    Hook(
+        "vllm.engine.arg_utils",
+        "vllm.engine.arg_utils.EngineArgs.add_cli_args",
+        "plugin_filter.refusing_parser",
+    ),
+    Hook(
+        "vllm.config.vllm",
+        "vllm.config.vllm.VllmConfig.__post_init__",
+        "plugin_filter.refusing_config",
+    ),
+)
 
 
 def check() -> None:
     """Arrange for a clear refusal in this process if the filter leaves the plugin out."""
     if filter_message(os.environ) is None:
         return
-    when_imported("vllm.engine.arg_utils", _hook_arguments)
-    when_imported("vllm.config.vllm", _hook_config)
+    install(HOOKS)
 
 
 def filter_message(environ: Mapping[str, str]) -> str | None:
@@ -36,46 +47,38 @@ def filter_message(environ: Mapping[str, str]) -> str | None:
     )
 
 
-def _is_ours(backend: Any) -> bool:
-    return isinstance(backend, str) and normalize(backend) == BACKEND_NAME
+def refusing_parser(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse our name on the command line, before argparse calls it an invalid choice."""
 
-
-def _hook_arguments(arg_utils: Any) -> None:
-    wrap_attribute(arg_utils.EngineArgs, "add_cli_args", _refusing_parser)
-
-
-def _refusing_parser(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        result = original(parser)
-        for action in parser._actions:
+    def add_cli_args(*args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        for action in getattr(parser, "_actions", ()):
             if "--moe-backend" in action.option_strings:
                 action.type = _refusing_type(action.type)
-        return result
+        return parser
 
     return add_cli_args
 
 
-def _refusing_type(inner: Any) -> Callable[[str], Any]:
+def _refusing_type(inner: Callable[[str], Any] | None) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         message = filter_message(os.environ)
-        if message is not None and _is_ours(text):
+        if message is not None and is_ours(text):
             raise argparse.ArgumentTypeError(message)
-        return inner(text)
+        return text if inner is None else inner(text)
 
     return parse
 
 
-def _hook_config(module: Any) -> None:
-    wrap_attribute(module.VllmConfig, "__post_init__", _refusing_config)
+def refusing_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse our name in a configuration that no command line has checked."""
 
-
-def _refusing_config(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> Any:
         message = filter_message(os.environ)
-        if message is not None and _is_ours(self.kernel_config.moe_backend):
+        if message is not None and is_ours(backend_of(self)):
             raise ValueError(f"{message}.")
-        original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return __post_init__

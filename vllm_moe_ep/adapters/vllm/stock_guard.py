@@ -4,24 +4,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm_moe_ep.adapters.vllm import engine_config
-from vllm_moe_ep.adapters.vllm.wrapping import wrap_attribute
+from vllm_moe_ep.adapters.vllm import choice, engine_config
+from vllm_moe_ep.adapters.vllm.wrapping import argument
 from vllm_moe_ep.errors import UnsupportedError
 
 
-def hook_stock_experts() -> None:
+def with_guard(original: Callable[..., Any]) -> Callable[..., Any]:
     """Check each `RoutedExperts` of vLLM before it chooses a kernel."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    wrap_attribute(RoutedExperts, "_get_quant_method", _with_guard)
-
-
-def _with_guard(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
-        if moe_config.moe_backend == engine_config.BACKEND_NAME:
+    def _get_quant_method(*args: Any, **kwargs: Any) -> Any:
+        moe_config = argument(original, "moe_config", args, kwargs)
+        if choice.is_ours(getattr(moe_config, "moe_backend", None)):
+            prefix = argument(original, "prefix", args, kwargs)
             allow_stock(prefix, "its class is not DeepSeek's MoE layer", moe_config)
-        return original(self, prefix, quant_config, moe_config)
+        return original(*args, **kwargs)
 
     return _get_quant_method
 
