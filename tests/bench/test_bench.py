@@ -24,7 +24,7 @@ from vllm_moe_ep.bench.shape import LayerShape
 from vllm_moe_ep.bench.table import as_json, header, lines
 from vllm_moe_ep.bench.way import Result, Row, Ways
 from vllm_moe_ep.cli.main import main
-from vllm_moe_ep.errors import UnsupportedError
+from vllm_moe_ep.errors import SettingsError, UnsupportedError
 from vllm_moe_ep.stages import RoutedTokens
 
 CPU = torch.device("cpu")
@@ -164,10 +164,16 @@ def test_curves_leave_failures_out() -> None:
     assert curves(rows, "bf16") == {}
 
 
-def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UnsupportedError, match="pip install matplotlib"):
-        check_plotting()
+        check_plotting(tmp_path / "curves.svg")
+
+
+@pytest.mark.parametrize("place", ["", "missing/curves.svg"])
+def test_plot_that_cannot_be_written(tmp_path: Path, place: str) -> None:
+    with pytest.raises(SettingsError, match="a new file in a folder that exists"):
+        check_plotting(tmp_path / place)
 
 
 def test_cpu_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

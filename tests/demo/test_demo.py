@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_moe_ep.demo import cli, demo
+from vllm_moe_ep.errors import SettingsError
 
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
 
@@ -79,11 +80,11 @@ def test_one_cpu_is_too_few(
 
 
 def test_model_without_heldout_text(
-    args: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+    args: argparse.Namespace,
 ) -> None:
     (args.model / "heldout.txt").unlink()
-    assert cli.run(args) == 1
-    assert "heldout.txt" in capsys.readouterr().err
+    with pytest.raises(SettingsError, match="heldout.txt does not exist. It is the text"):
+        cli.run(args)
 
 
 def test_dying_server_is_explained(
@@ -112,5 +113,5 @@ def test_foreign_folder_in_the_cache_is_explained(tmp_path: Path) -> None:
     folder = tmp_path / "deepseek-v3-small"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(demo.DemoError, match="remove .*deepseek-v3-small: the demo then makes"):
+    with pytest.raises(SettingsError, match="remove .*deepseek-v3-small: the demo then makes"):
         demo.cached_model(tmp_path)

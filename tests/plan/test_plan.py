@@ -118,11 +118,11 @@ def test_fp4_has_two_forms_and_bf16_no_kernel(
     [
         ({**V3, "n_routed_experts": None}, (), "no n_routed_experts"),
         ([1], (), "JSON object"),
-        ({**V3, "quantization_config": {"quant_method": "awq"}}, (), "quantised by awq"),
-        ({**V3, "quantization_config": None, "torch_dtype": "int8"}, (), "dtype int8"),
+        ({**V3, "quantization_config": {"quant_method": "awq"}}, (), "quantised by 'awq'"),
+        ({**V3, "quantization_config": None, "torch_dtype": "int8"}, (), "dtype 'int8'"),
         (V3, ("--batch", "0"), "--batch must be at least 1, found 0"),
         (V3, ("--ep-size", "-1"), "--ep-size must be at least 1, found -1"),
-        (V3, ("--model", "/nowhere/config.json"), "no readable config.json"),
+        (V3, ("--model", "/nowhere/config.json"), "/nowhere/config.json does not exist"),
     ],
 )
 def test_refusals(

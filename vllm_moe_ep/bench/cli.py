@@ -6,7 +6,6 @@ import importlib.util
 import json
 import platform as python_platform
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -18,6 +17,7 @@ from vllm_moe_ep.bench.options import BenchOptions, options_of
 from vllm_moe_ep.bench.plot import check_plotting, plot
 from vllm_moe_ep.bench.table import as_json, header, lines
 from vllm_moe_ep.bench.way import Row, Ways
+from vllm_moe_ep.cli.inputs import path_of
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.deepgemm.hopper_experts import HopperWeights
 from vllm_moe_ep.errors import UnsupportedError
@@ -26,7 +26,9 @@ from vllm_moe_ep.errors import UnsupportedError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's options."""
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", type=Path, metavar="CONFIG", help="config.json or its folder")
+    parser.add_argument(
+        "--model", type=path_of("--model"), metavar="CONFIG", help="config.json or its folder"
+    )
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that share its experts")
     parser.add_argument("--num-experts", type=int, help="on this rank; default 32")
     parser.add_argument("--top-k", type=int, help="default 8, all on this rank")
@@ -42,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{option}", type=float, default=value, help="of the floor; default: an H200's"
         )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="curves; needs matplotlib")
+    parser.add_argument(
+        "--plot", type=path_of("--plot"), metavar="FILE", help="curves; needs matplotlib"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         UnsupportedError: nothing can be measured here; says what to do.
     """
     if args.plot is not None:
-        check_plotting()
+        check_plotting(args.plot)
     known = cpu_ways.FORMATS if args.platform == "cpu" else cuda_ways.FORMATS
     options = options_of(args, args.platform, known)
     if options.platform == "cuda":

@@ -1,6 +1,7 @@
 """What `vllm-moe-ep bench` was asked for, checked."""
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,11 @@ def options_of(args: argparse.Namespace, platform: str, known: tuple[str, ...]) 
         )
     if args.repeats < 1:
         raise SettingsError(f"--repeats must be at least 1, found {args.repeats}.")
+    for option in ("bandwidth_tbs", "fp8_pflops", "bf16_pflops"):
+        value = getattr(args, option)
+        if not (math.isfinite(value) and value > 0):
+            name = option.replace("_", "-")
+            raise SettingsError(f"--{name} must be a positive number, found {value}.")
     flops = {"fp8": args.fp8_pflops * 1e15, "bf16": args.bf16_pflops * 1e15}
     return BenchOptions(
         platform=platform,
@@ -66,7 +72,8 @@ def options_of(args: argparse.Namespace, platform: str, known: tuple[str, ...]) 
 
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = text.split(",")
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+    # Ten digits are more rows than any memory holds.
+    if not all(size.isdecimal() and len(size) < 10 and int(size) > 0 for size in sizes):
         raise SettingsError(f"--tokens must be positive integers as 1,8,512, found {text}.")
     return tuple(int(size) for size in sizes)
 

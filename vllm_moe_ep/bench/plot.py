@@ -4,15 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_moe_ep.bench.way import Row
-from vllm_moe_ep.errors import UnsupportedError
+from vllm_moe_ep.errors import SettingsError, UnsupportedError
 
 
-def check_plotting() -> None:
+def check_plotting(file: Path) -> None:
     """Before anything is measured.
 
     Raises:
+        SettingsError: `file` is a folder, or there is no folder to put it into.
         UnsupportedError: matplotlib is not installed.
     """
+    if file.is_dir() or not file.parent.is_dir():
+        raise SettingsError(f"--plot {file} must be a new file in a folder that exists.")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

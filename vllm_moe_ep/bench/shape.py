@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from vllm_moe_ep.errors import SettingsError
 
+_LARGEST_SIZE = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -16,7 +18,7 @@ class LayerShape:
         width: of one expert.
 
     Raises:
-        SettingsError: a size is not positive, or top_k exceeds num_experts.
+        SettingsError: a size is out of range, or top_k exceeds num_experts.
     """
 
     num_experts: int
@@ -28,6 +30,8 @@ class LayerShape:
         for name in self.__slots__:
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} must be at least 1, found {getattr(self, name)}.")
+            if getattr(self, name) > _LARGEST_SIZE:
+                raise SettingsError(f"{name} must be at most {_LARGEST_SIZE}.")
         if self.top_k > self.num_experts:
             raise SettingsError(
                 f"top_k is {self.top_k}, but this rank has {self.num_experts} experts: lower "

@@ -1,10 +1,10 @@
 """`vllm-moe-ep env`: every setting, its value in force, what is allowed and what it means."""
 
 import argparse
-import json
+from typing import Any
 
+from vllm_moe_ep.cli.inputs import parse_json_object
 from vllm_moe_ep.envs import OVERRIDE_KEY, load_settings, settings_table
-from vllm_moe_ep.errors import SettingsError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +22,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _overrides(text: str | None) -> dict | None:
+def _overrides(text: str | None) -> Any:
     if text is None:
         return None
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"--additional-config is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise SettingsError(f"--additional-config must be a JSON object, got {text}.")
-    return config.get(OVERRIDE_KEY)
+    return parse_json_object(text, "--additional-config").get(OVERRIDE_KEY)

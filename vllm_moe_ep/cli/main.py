@@ -48,15 +48,21 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; return its exit status (2 for a bad setting or unsupported request)."""
     words = list(sys.argv[1:] if argv is None else argv)
-    args = _parser(words).parse_args(words)
+    chosen = next((word for word in words if not word.startswith("-")), None)
     try:
+        args = _parser(chosen).parse_args(words)
         return importlib.import_module(args.module).run(args)
     except (SettingsError, UnsupportedError) as error:
-        print(f"vllm-moe-ep {args.command}: {error}", file=sys.stderr)
-        return 2
+        message = str(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        message = f"{error.filename} cannot be used: {error.strerror}."
+    print(f"vllm-moe-ep {chosen}: {message}", file=sys.stderr)
+    return 2
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-moe-ep",
         description="Expert-parallel MoE layers for DeepSeek-style models in vLLM. To serve: "
@@ -64,7 +70,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vllm-moe-ep {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
         sub = subparsers.add_parser(
             command.name, help=command.summary, description=command.summary.capitalize() + "."

@@ -73,7 +73,7 @@ def _sources(root: Path) -> list[tuple[Path, Reader]]:
 def _from_json(text: str) -> tuple[int, int] | None:
     try:
         parts = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     for name in ("cuda_nvcc", "cuda"):
         part = parts.get(name) if isinstance(parts, dict) else None
@@ -88,13 +88,13 @@ def _from_text(text: str) -> tuple[int, int] | None:
 
 
 def _first_number(text: str) -> tuple[int, int] | None:
-    match = re.search(r"(\d+)\.(\d+)", text)
+    match = re.search(r"(\d{1,6})\.(\d{1,6})", text)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def _from_header(text: str) -> tuple[int, int] | None:
     """CUDA_VERSION is 1000 * major + 10 * minor."""
-    match = re.search(r"^\s*#\s*define\s+CUDA_VERSION\s+(\d+)", text, re.MULTILINE)
+    match = re.search(r"^\s*#\s*define\s+CUDA_VERSION\s+(\d{1,9})\b", text, re.MULTILINE)
     return (int(match[1]) // 1000, int(match[1]) % 1000 // 10) if match else None
 
 
@@ -119,7 +119,7 @@ def _ask_nvcc(nvcc: Path, timeout_s: float) -> ToolkitVersion:
             # The whole group: nvcc may be a script that waits for a child.
             os.killpg(process.pid, signal.SIGKILL)
             return ToolkitVersion(None, f"{command} gave no answer within {timeout_s:g} s")
-    match = re.search(r"release (\d+)\.(\d+)", printed)
+    match = re.search(r"release (\d{1,6})\.(\d{1,6})", printed)
     if process.returncode != 0:
         return ToolkitVersion(None, f"{command} exits with status {process.returncode}")
     if match is None:

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from vllm_moe_ep.cli.inputs import read_text
 from vllm_moe_ep.demo.client import CompletionClient
 from vllm_moe_ep.demo.cpu_binding import available_cpus
 from vllm_moe_ep.demo.perplexity import TextScore, score_text
@@ -54,6 +55,7 @@ def run_demo(options: DemoOptions) -> None:
     """Run it and print what happens.
 
     Raises:
+        SettingsError: the model's folder or the cache cannot be used.
         DemoError: two ranks do not fit here, or a result is not as it must be.
         ServerError, ClientError: a server did not start, died, or refused a request.
     """
@@ -72,7 +74,7 @@ def cached_model(cache_dir: Path) -> Path:
     try:
         return make_model(MakeModelOptions(directory=directory)).directory
     except SettingsError as error:
-        raise DemoError(
+        raise SettingsError(
             f"{error} Or remove {directory}: the demo then makes its model anew."
         ) from error
 
@@ -87,13 +89,14 @@ def _require_cpus() -> None:
 
 
 def _heldout_text(model: Path) -> str:
-    path = model / "heldout.txt"
-    if not path.is_file():
-        raise DemoError(
-            f"There is no {path}, the text whose perplexity is compared: put one there, or take "
-            "a model that `vllm-moe-ep make-model` made."
-        )
-    return path.read_text(encoding="utf-8")
+    """The text whose perplexity is compared."""
+    try:
+        return read_text(model / "heldout.txt", "--model")
+    except SettingsError as error:
+        raise SettingsError(
+            f"{error} It is the text whose perplexity is compared: put one there, or take a model "
+            "that `vllm-moe-ep make-model` made."
+        ) from error
 
 
 def _serve_static_ep(options: DemoOptions, model: Path, text: str) -> TextScore:

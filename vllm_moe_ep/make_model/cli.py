@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from pathlib import Path
+
+from vllm_moe_ep.cli.inputs import path_of
 
 from .options import DEFAULT_NUM_STEPS, QUANTISATIONS, WEIGHT_DTYPES, MakeModelOptions
 from .pipeline import make_model
@@ -13,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         metavar="DIR",
-        type=Path,
+        type=path_of("DIR"),
         help="where the model goes; a finished one made with the same options is kept",
     )
     parser.add_argument(
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         metavar="DIR",
-        type=Path,
+        type=path_of("--source"),
         help="the float model that is quantised, made there if it is not; default DIR-float",
     )
     parser.add_argument(

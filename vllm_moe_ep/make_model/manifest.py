@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_moe_ep.cli.inputs import read_json_object
 from vllm_moe_ep.errors import SettingsError
 
 from .options import MakeModelOptions, ModelReport
@@ -12,6 +13,9 @@ from .options import MakeModelOptions, ModelReport
 MANIFEST_NAME = "make_model.json"
 # Raise it when the same options begin to give another model.
 _RECIPE_VERSION = 1
+_STORED = [
+    field for field in dataclasses.fields(ModelReport) if field.name not in ("directory", "reused")
+]
 
 
 def write_manifest(directory: Path, options: MakeModelOptions, report: ModelReport) -> None:
@@ -32,6 +36,15 @@ def find_finished_model(options: MakeModelOptions) -> ModelReport | None:
     Raises:
         SettingsError: the directory holds something that must not be replaced.
     """
+    try:
+        return _find(options)
+    except OSError as error:
+        raise SettingsError(
+            f"{options.directory} cannot be looked into ({error.strerror}): name another place."
+        ) from error
+
+
+def _find(options: MakeModelOptions) -> ModelReport | None:
     directory = options.directory
     if directory.resolve() == Path.cwd():
         raise SettingsError(
@@ -55,15 +68,17 @@ def find_finished_model(options: MakeModelOptions) -> ModelReport | None:
             f"{directory} holds a model that differs from the one asked for ({difference}): "
             "name another directory, or replace it with --force."
         )
-    return ModelReport(directory=directory, reused=True, **manifest["report"])
+    return ModelReport(directory=directory, reused=True, **_report_fields(manifest))
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
-        is_manifest = isinstance(manifest, dict) and "recipe_version" in manifest
-    except (FileNotFoundError, ValueError):
+        manifest = read_json_object(directory / MANIFEST_NAME, "the manifest")
+    except SettingsError:
         is_manifest = False
+    else:
+        objects = [manifest.get(name) for name in ("recipe", "report", "file_bytes")]
+        is_manifest = "recipe_version" in manifest and all(isinstance(o, dict) for o in objects)
     if not is_manifest:
         raise SettingsError(
             f"{directory} is not empty and has no valid {MANIFEST_NAME}, so make-model did not "
@@ -87,7 +102,9 @@ def _difference(manifest: dict[str, Any], options: MakeModelOptions, directory: 
     return None
 
 
+def _report_fields(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: manifest["report"].get(field.name) for field in _STORED}
+
+
 def _stored_fields(report: ModelReport) -> dict[str, Any]:
-    fields = dataclasses.asdict(report)
-    del fields["directory"], fields["reused"]
-    return fields
+    return {field.name: getattr(report, field.name) for field in _STORED}

@@ -62,10 +62,10 @@ class MakeModelOptions:
                 f"not as {self.weight_dtype!r}."
             )
         self._check_quantisation()
-        _require_at_least(0, "seed", self.seed)
-        _require_at_least(1, "number of threads", self.num_threads)
+        _require_within(0, 2**63 - 1, "seed", self.seed)
+        _require_within(1, 4096, "number of threads", self.num_threads)
         if self.num_steps is not None:
-            _require_at_least(1, "number of steps", self.num_steps)
+            _require_within(1, 10**9, "number of steps", self.num_steps)
 
     def _check_quantisation(self) -> None:
         if self.quantisation is None:
@@ -156,6 +156,6 @@ class ModelReport:
         )
 
 
-def _require_at_least(minimum: int, what: str, value: int) -> None:
-    if value < minimum:
-        raise SettingsError(f"The {what} must be {minimum} or more, not {value}.")
+def _require_within(minimum: int, maximum: int, what: str, value: int) -> None:
+    if not minimum <= value <= maximum:
+        raise SettingsError(f"The {what} must be from {minimum} to {maximum}, not {value}.")

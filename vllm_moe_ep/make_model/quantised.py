@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_moe_ep.cli.inputs import read_json_object
+from vllm_moe_ep.errors import SettingsError
+
 from . import quantised_v3, quantised_v4
 from .architecture_v4 import v4_config
 from .batches import encode_documents
@@ -43,11 +46,16 @@ def make_quantised_files(
     options: MakeModelOptions, source: ModelReport, folder: Path
 ) -> ModelReport:
     """Fill `folder` with a quantised model made from the float one in `source`."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     start = time.monotonic()
-    config = json.loads((source.directory / "config.json").read_text(encoding="utf-8"))
-    weights = load_file(source.directory / "model.safetensors")
+    config = read_json_object(source.directory / "config.json", "--source")
+    stored = source.directory / "model.safetensors"
+    try:
+        weights = load_file(stored)
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"--source {stored} cannot be read: {error}.") from error
     checkpoint = _quantise(options, config, weights)
     text = json.dumps(checkpoint.config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -2,8 +2,8 @@
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
+from vllm_moe_ep.cli.inputs import path_of
 from vllm_moe_ep.errors import SettingsError
 from vllm_moe_ep.plan import costs
 from vllm_moe_ep.plan.costs import Spread
@@ -12,12 +12,16 @@ from vllm_moe_ep.plan.model import ModelShape, read_shape
 from vllm_moe_ep.plan.platforms import PLATFORMS, Platform
 
 _GIB, _MIB = 2**30, 2**20
+# Far above what is served, and below what sums of floats can hold.
+_MOST = {"--ep-size": 2**20, "--batch": 2**31}
 STRATEGIES = ("dense", "gated", "grouped")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's options."""
-    parser.add_argument("--model", type=Path, required=True, help="config.json or its folder")
+    parser.add_argument(
+        "--model", type=path_of("--model"), required=True, help="config.json or its folder"
+    )
     parser.add_argument("--platform", choices=sorted(PLATFORMS), required=True)
     parser.add_argument("--ep-size", type=int, required=True, help="ranks that share the experts")
     parser.add_argument(
@@ -35,12 +39,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan.
 
     Raises:
-        SettingsError: --ep-size or --batch is not positive, or the model is not readable.
+        SettingsError: --ep-size or --batch is out of range, or the model is not readable.
         UnsupportedError: the model has no DeepSeek MoE layers.
     """
     for option, value in (("--ep-size", args.ep_size), ("--batch", args.batch)):
         if value < 1:
             raise SettingsError(f"{option} must be at least 1, found {value}.")
+        if value > _MOST[option]:
+            raise SettingsError(f"{option} must be at most {_MOST[option]}, found {value}.")
     model, platform = read_shape(args.model), PLATFORMS[args.platform]
     spread = Spread(args.ep_size, args.tokens == "replicated")
     print("\n".join(_lines(model, spread, args.batch, platform)))
