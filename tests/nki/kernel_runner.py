@@ -11,8 +11,9 @@ from quantised_factory import RawMatrix
 from torch import Tensor
 
 from vllm_moe_ep.quant.formats import FORMATS, QuantFormat
-from vllm_moe_ep_kernels.nki.launch import as_arrays, has_simulator, run_simulated
+from vllm_moe_ep_kernels.nki.launch import as_arrays, has_simulator
 from vllm_moe_ep_kernels.nki.prepare import PreparedWeight, prepare
+from vllm_moe_ep_kernels.nki_api import run_on_cpu
 from vllm_moe_ep_kernels.nki_emulator.simulate import Run, simulate
 
 ACTIVATION = FORMATS["fp8_1x32_ue8m0"].with_max(240.0)
@@ -33,7 +34,7 @@ class Result:
 def run_kernel(kernel: Callable[..., Any], num_cores: int, **arguments: Any) -> Result:
     arrays = as_arrays(arguments)
     if has_simulator():
-        return Result(torch.from_numpy(run_simulated(kernel, num_cores, arrays)), None)
+        return Result(torch.from_numpy(run_on_cpu(kernel, num_cores, arrays)), None)
     run = simulate(kernel, num_cores, arrays)
     return Result(torch.from_numpy(run.output.astype(np.float32)), run)
 

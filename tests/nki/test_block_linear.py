@@ -10,11 +10,11 @@ from quantised_factory import cast_of, random_matrix
 from torch import Tensor
 
 from vllm_moe_ep.quant.formats import FORMATS, QuantFormat
-from vllm_moe_ep_kernels.nki.api import nisa, nl
 from vllm_moe_ep_kernels.nki.block_linear import block_linear, gated_block_linear
 from vllm_moe_ep_kernels.nki.cast import load_rows
 from vllm_moe_ep_kernels.nki.convert import expand_fp4
 from vllm_moe_ep_kernels.nki.prepare import PreparedWeight, prepare
+from vllm_moe_ep_kernels.nki_api import nisa, nl
 from vllm_moe_ep_kernels.reference.dequantise import dequantise
 from vllm_moe_ep_kernels.reference.quantise import quantise
 

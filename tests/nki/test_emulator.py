@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from vllm_moe_ep_kernels import trainium2
 from vllm_moe_ep_kernels.nki_emulator import isa as nisa
 from vllm_moe_ep_kernels.nki_emulator import language as nl
-from vllm_moe_ep_kernels.nki_emulator import trainium2
 from vllm_moe_ep_kernels.nki_emulator.simulate import simulate
 
 

@@ -75,7 +75,7 @@ def branch_on_data(data: Any, flag: Any) -> None:
         pass
 
 
-@breaks("slice up to 300")
+@breaks("A slice from 0 to 300")
 def slice_out_of_bounds(data: Any, flag: Any) -> None:
     data[:, 0:300]
 
@@ -386,18 +386,6 @@ def value_crosses_trips(data: Any, flag: Any) -> None:
 def psum_from_outside(data: Any, flag: Any) -> None:
     dst = psum((128, 64))
     nl.fori_loop(0, register(flag, 0), lambda _: matmul(dst=dst))
-
-
-@breaks("Two trips of a loop issued different")
-def trips_differ(data: Any, flag: Any) -> None:
-    tile, done = sbuf((128, 4)), []
-
-    def body(_: Any) -> None:
-        for _ in range(len(done)):
-            nisa.memset(dst=tile, value=0.0)
-        done.append(None)
-
-    nl.fori_loop(0, register(flag, 2), body)
 
 
 @breaks("A loop body returns nothing")

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from vllm_moe_ep_kernels.nki.api import nisa, nl
 from vllm_moe_ep_kernels.nki.cast import load_rows, row_tiles
 from vllm_moe_ep_kernels.nki.product import add_product
 from vllm_moe_ep_kernels.nki.weights import load_panel, load_scales, panel_blocks
+from vllm_moe_ep_kernels.nki_api import nisa, nl
 
 _P = 128
 MAX_ROWS = 512  # moving columns of a matmul

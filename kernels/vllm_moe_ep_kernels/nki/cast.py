@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_moe_ep_kernels.nki.api import nisa, nl
+from vllm_moe_ep_kernels.nki_api import nisa, nl
 
 _P = 128
 GROUP = 32

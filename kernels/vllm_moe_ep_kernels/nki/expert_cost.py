@@ -1,18 +1,18 @@
 """What ``gated_experts`` and ``grouped_experts`` cost on Trainium2, from sizes alone.
 
 The formulas count the kernels' instructions as the emulator does, one core's, and must give its
-numbers exactly; the tests compare the two. Figures of the chip are those of the emulator.
+numbers exactly; the tests compare the two.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
+from vllm_moe_ep_kernels import trainium2
 from vllm_moe_ep_kernels.nki.cast import BATCH, GROUP, row_tiles
 from vllm_moe_ep_kernels.nki.experts import MAX_ROWS
 from vllm_moe_ep_kernels.nki.prepare import BLOCK, panel_blocks, why_not
 from vllm_moe_ep_kernels.nki.product import SCALED_AT_ONCE, is_on_vector, is_one_by_one
-from vllm_moe_ep_kernels.nki_emulator import trainium2
-from vllm_moe_ep_kernels.nki_emulator.counts import bounds_us
+from vllm_moe_ep_kernels.trainium2 import bounds_us
 
 _FP32_BYTES = 4
 

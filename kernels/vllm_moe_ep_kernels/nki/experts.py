@@ -8,7 +8,6 @@ a partial sum of the output, and the caller adds the two.
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_moe_ep_kernels.nki.api import nisa, nl
 from vllm_moe_ep_kernels.nki.block_linear import (
     add_matrix,
     blocks_of_n,
@@ -19,6 +18,7 @@ from vllm_moe_ep_kernels.nki.block_linear import (
 from vllm_moe_ep_kernels.nki.cast import cast_transposed, load_rows
 from vllm_moe_ep_kernels.nki.swiglu import swiglu_tile
 from vllm_moe_ep_kernels.nki.weights import part_of
+from vllm_moe_ep_kernels.nki_api import nisa, nl
 
 _P = 128
 MAX_ROWS = 128

@@ -1,20 +1,19 @@
-"""Run a kernel: on the device, in NKI's simulator, or in the emulator."""
+"""Run a kernel on tensors: on the device, or those of the CPU in a simulator or the emulator."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_moe_ep_kernels.nki import api
+from vllm_moe_ep_kernels import nki_api
 
 Kernel = Callable[..., Any]
 
 
 def has_simulator() -> bool:
     """Whether NKI itself, with its simulator, is installed."""
-    return api.nki is not None
+    return nki_api.nki is not None
 
 
 def launch(kernel: Kernel, num_cores: int, arguments: dict[str, Any]) -> Tensor:
@@ -27,21 +26,8 @@ def launch(kernel: Kernel, num_cores: int, arguments: dict[str, Any]) -> Tensor:
     """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     if tensors[0].device.type != "cpu":
-        return _jitted(kernel, num_cores)(**arguments)
-    run = run_simulated if has_simulator() else run_emulated
-    return torch.from_numpy(run(kernel, num_cores, as_arrays(arguments)))
-
-
-def run_simulated(kernel: Kernel, num_cores: int, arguments: dict[str, Any]) -> NDArray:
-    """NKI's own simulator on NumPy arrays; the target is NEURON_PLATFORM_TARGET_OVERRIDE's."""
-    return api.nki.simulate(_jitted(kernel, num_cores))(**arguments)
-
-
-def run_emulated(kernel: Kernel, num_cores: int, arguments: dict[str, Any]) -> NDArray:
-    """The emulator on NumPy arrays."""
-    from vllm_moe_ep_kernels.nki_emulator.simulate import simulate
-
-    return simulate(kernel, num_cores, arguments).output
+        return nki_api.jitted(kernel, num_cores)(**arguments)
+    return torch.from_numpy(nki_api.run_on_cpu(kernel, num_cores, as_arrays(arguments)))
 
 
 def as_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -57,8 +43,3 @@ def as_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
         return value.numpy()
 
     return {name: array_of(value) for name, value in arguments.items()}
-
-
-def _jitted(kernel: Kernel, num_cores: int) -> Any:
-    jitted = api.nki.jit(kernel)
-    return jitted[num_cores] if num_cores > 1 else jitted

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm_moe_ep_kernels.nki.api import nisa, nl
+from vllm_moe_ep_kernels.nki_api import nisa, nl
 
 _P = 128
 

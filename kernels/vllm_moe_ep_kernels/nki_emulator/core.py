@@ -2,27 +2,43 @@
 
 from dataclasses import dataclass, field
 
-from vllm_moe_ep_kernels.nki_emulator import trainium2
+from vllm_moe_ep_kernels import trainium2
 from vllm_moe_ep_kernels.nki_emulator.counts import Counts
 from vllm_moe_ep_kernels.nki_emulator.rules import NkiRuleError, require
+from vllm_moe_ep_kernels.nki_emulator.trace import Instruction
 
 
 @dataclass(eq=False, slots=True)
 class Scope:
-    """The kernel itself, or one trip of a dynamic loop; what it allocates ends with it."""
+    """The kernel itself, or one trip of a dynamic loop; what it makes ends with it."""
 
+    depth: int = 0
     is_alive: bool = True
-    trace: list[str] = field(default_factory=list)
+    trace: list[Instruction] = field(default_factory=list)
+    num_made: int = 0
+
+    def next_place(self) -> str:
+        """A name for a tensor or register, the same in every trip and on every core."""
+        self.num_made += 1
+        return f"{self.depth}.{self.num_made}"
 
 
 class Core:
-    """State of one core: what is allocated, which loops are open, what was counted."""
+    """State of one core: what is allocated, which loops are open, what was counted.
 
-    def __init__(self, index: int, num_cores: int) -> None:
+    Attributes:
+        is_dry: whether instructions are checked and traced, but nothing is computed or counted.
+        traces_per_loop: how often a loop's body is traced before its trips.
+    """
+
+    def __init__(self, index: int, num_cores: int, is_dry: bool = False) -> None:
         self.index = index
         self.num_cores = num_cores
         self.counts = Counts()
         self.scopes = [Scope()]
+        self.is_dry = is_dry
+        # As a compiler does; and once more than that where it is compared with one.
+        self.traces_per_loop = 1 if is_dry else 2
         self._sbuf_bytes = 0
         self._psum_banks = 0
 

@@ -1,10 +1,9 @@
 """What a run cost: bytes, transfers, and cycles per engine of one core."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_moe_ep_kernels.nki_emulator import trainium2
+from vllm_moe_ep_kernels import trainium2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +77,10 @@ class Counts:
 
     def bounds_us(self) -> dict[str, float]:
         """Least time of each resource in microseconds: nothing waits, nothing stalls."""
-        return bounds_us(self.bytes_read() + self.bytes_written(), self.cycles)
+        return trainium2.bounds_us(self.bytes_read() + self.bytes_written(), self.cycles)
 
     def critical(self) -> tuple[str, float]:
         """The resource with the largest bound, and that bound in microseconds."""
         bounds = self.bounds_us()
         name = max(bounds, key=lambda resource: bounds[resource])
         return name, bounds[name]
-
-
-def bounds_us(hbm_bytes: int, cycles: Mapping[str, float]) -> dict[str, float]:
-    """Least time of each resource of one core, in microseconds."""
-    bounds = {
-        "hbm": hbm_bytes / trainium2.HBM_BYTES_PER_US,
-        "dma": hbm_bytes / trainium2.DMA_BYTES_PER_US,
-    }
-    for engine, rate in trainium2.CYCLES_PER_US.items():
-        bounds[engine] = cycles[engine] / rate
-    return bounds

@@ -6,6 +6,7 @@ from vllm_moe_ep_kernels.nki_emulator import core as cores
 from vllm_moe_ep_kernels.nki_emulator import dtypes
 from vllm_moe_ep_kernels.nki_emulator.counts import Transfer
 from vllm_moe_ep_kernels.nki_emulator.enums import DgeMode
+from vllm_moe_ep_kernels.nki_emulator.issue import issue
 from vllm_moe_ep_kernels.nki_emulator.rules import require
 from vllm_moe_ep_kernels.nki_emulator.storage import PSUM
 from vllm_moe_ep_kernels.nki_emulator.tensor import Tensor
@@ -15,6 +16,8 @@ def dma_copy(dst: Tensor, src: Tensor, dge_mode: DgeMode = DgeMode.unknown) -> N
     """Elements in order, from one shape to another of as many; a cast goes through fp32."""
     core = cores.current()
     _check(dst, src, dge_mode, core.in_loop)
+    if not issue(f"dma {dge_mode.value}", "dma_copy", dst, src):
+        return
     values = src.read().reshape(dst.shape)
     if dst.dtype != src.dtype:
         values = dtypes.from_float32(dtypes.to_float32(values), dst.dtype)
@@ -23,7 +26,6 @@ def dma_copy(dst: Tensor, src: Tensor, dge_mode: DgeMode = DgeMode.unknown) -> N
     dst.write(values)
     core.counts.transfers.append(_transfer(dst, src))
     core.counts.instructions["dma"] += 1
-    core.scope.trace.append(f"dma_copy {dst.shape} {dst.dtype}")
 
 
 def _check(dst: Tensor, src: Tensor, mode: DgeMode, in_loop: bool) -> None:

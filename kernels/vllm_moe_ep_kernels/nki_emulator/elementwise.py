@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_moe_ep_kernels import trainium2
 from vllm_moe_ep_kernels.nki_emulator import core as cores
-from vllm_moe_ep_kernels.nki_emulator import dtypes, trainium2
+from vllm_moe_ep_kernels.nki_emulator import dtypes
 from vllm_moe_ep_kernels.nki_emulator.enums import Engine
+from vllm_moe_ep_kernels.nki_emulator.issue import issue
 from vllm_moe_ep_kernels.nki_emulator.rules import require
 from vllm_moe_ep_kernels.nki_emulator.storage import PSUM, SHARED_HBM
 from vllm_moe_ep_kernels.nki_emulator.tensor import Tensor
@@ -38,10 +40,12 @@ def tensor_copy(dst: Tensor, src: Tensor, engine: Engine = Engine.unknown) -> No
     """Bit for bit where the dtypes are equal, else through fp32."""
     name = _engine(engine, "vector", ("vector", "scalar", "gpsimd"), dst, src)
     _same_elements(dst, src)
+    if not issue(name, "tensor_copy", dst, src):
+        return
     values = src.read()
     if dst.dtype != src.dtype:
         values = dtypes.from_float32(dtypes.to_float32(values), dst.dtype)
-    _finish(dst, values, name, "tensor_copy")
+    _finish(dst, values, name)
 
 
 def memset(dst: Tensor, value: float, engine: Engine = Engine.unknown) -> None:
@@ -50,15 +54,12 @@ def memset(dst: Tensor, value: float, engine: Engine = Engine.unknown) -> None:
         (dst.dtype in dtypes.INTEGERS) == isinstance(value, int),
         f"memset of {dst.dtype} with {value!r}: an int for integers, a float for floats.",
     )
+    if not issue(name, "memset", dst, value):
+        return
     if dst.dtype in dtypes.FLOATS:
-        _finish(
-            dst,
-            dtypes.from_float32(np.full(dst.shape, value, np.float32), dst.dtype),
-            name,
-            "memset",
-        )
+        _finish_float(dst, np.full(dst.shape, value, np.float32), name)
     else:
-        _finish(dst, np.full(dst.shape, value).astype(dst.dtype), name, "memset")
+        _finish(dst, np.full(dst.shape, value).astype(dst.dtype), name)
 
 
 def tensor_copy_predicated(dst: Tensor, src: Tensor, predicate: Tensor) -> None:
@@ -71,8 +72,10 @@ def tensor_copy_predicated(dst: Tensor, src: Tensor, predicate: Tensor) -> None:
     )
     require(not src.buffer == predicate.buffer == PSUM, "src and predicate are both in PSUM.")
     _same_elements(dst, src, predicate)
+    if not issue(name, "tensor_copy_predicated", dst, src, predicate):
+        return
     chosen = np.where(_shaped(predicate, dst) != 0, _shaped(src, dst), dst.read())
-    _finish(dst, chosen, name, "tensor_copy_predicated", num_inputs=2)
+    _finish(dst, chosen, name, num_inputs=2)
 
 
 def tensor_tensor(
@@ -89,8 +92,11 @@ def tensor_tensor(
     require(not is_integer or name == "gpsimd", "Exact int32 arithmetic is GpSimd's.")
     _not_both_psum(*operands)
     _same_elements(dst, *operands)
-    if op in _BITS:
-        lanes = _lanes(dst, *operands)
+    lanes = _lanes(dst, *operands) if op in _BITS else None
+    require(lanes is not None or op in _ARITHMETIC, f"{op} is no operator of the emulated subset.")
+    if not issue(name, f"tensor_tensor {op}", dst, *operands):
+        return
+    if lanes is not None:
         left, right = (_shaped(tensor, dst).view(lanes) for tensor in operands)
         values = _BITS[op](left, right).view(dst.dtype)
     elif is_integer:
@@ -103,8 +109,8 @@ def tensor_tensor(
         values = exact.astype(dst.dtype)
     else:
         left, right = (dtypes.to_float32(_shaped(tensor, dst)) for tensor in operands)
-        values = dtypes.from_float32(_arithmetic(op)(left, right), dst.dtype)
-    _finish(dst, values, name, f"tensor_tensor {op}", num_inputs=2)
+        values = dtypes.from_float32(_ARITHMETIC[op](left, right), dst.dtype)
+    _finish(dst, values, name, num_inputs=2)
 
 
 def tensor_scalar(
@@ -127,21 +133,21 @@ def tensor_scalar(
         all((op in _BITS) == is_bits for op, _ in steps),
         "tensor_scalar mixes bit operations and arithmetic.",
     )
-    trace = f"tensor_scalar {op0} {op1}"
-    if is_bits:
-        lanes = _lanes(dst, data)
+    lanes = _lanes(dst, data) if is_bits else None
+    for op, operand in steps:
+        _check_operand(op, operand, dst, lanes)
+    if not issue(name, f"tensor_scalar {op0} {op1}", dst, data, operand0, operand1):
+        return
+    if lanes is not None:
         values = _shaped(data, dst).view(lanes)
         for op, operand in steps:
-            require(isinstance(operand, int), f"{op} takes an integer, found {operand!r}.")
-            limit = 2 ** (8 * lanes.itemsize)
-            require(-limit // 2 <= operand < limit // 2, f"{operand} is no signed number here.")
-            values = _BITS[op](values, np.array(operand % limit, lanes))
-        _finish(dst, values.view(dst.dtype), name, trace)
+            values = _BITS[op](values, np.array(operand % 2 ** (8 * lanes.itemsize), lanes))
+        _finish(dst, values.view(dst.dtype), name)
         return
     floats = dtypes.to_float32(_shaped(data, dst))
     for op, operand in steps:
-        floats = _arithmetic(op)(floats, _per_partition(operand, dst))
-    _finish_float(dst, floats, name, trace)
+        floats = _ARITHMETIC[op](floats, _per_partition(operand, dst))
+    _finish_float(dst, floats, name)
 
 
 def scalar_tensor_tensor(
@@ -151,12 +157,15 @@ def scalar_tensor_tensor(
     name = _engine(Engine.unknown, "vector", ("vector",), dst, data, operand1)
     _not_both_psum(data, operand1)
     _same_elements(dst, data, operand1)
+    _check_operand(op0, operand0, dst)
+    _check_operand(op1, 0.0, dst)
+    if not issue(name, f"scalar_tensor_tensor {op0} {op1}", dst, data, operand0, operand1):
+        return
     left, right = (dtypes.to_float32(_shaped(tensor, dst)) for tensor in (data, operand1))
     with np.errstate(invalid="ignore"):
-        first = _arithmetic(op0)(left, _per_partition(operand0, dst))
-        second = _arithmetic(op1)(first, right)
-    trace = f"scalar_tensor_tensor {op0} {op1}"
-    _finish(dst, dtypes.from_float32(second, dst.dtype), name, trace, num_inputs=2)
+        first = _ARITHMETIC[op0](left, _per_partition(operand0, dst))
+        second = _ARITHMETIC[op1](first, right)
+    _finish(dst, dtypes.from_float32(second, dst.dtype), name, num_inputs=2)
 
 
 def tensor_reduce(dst: Tensor, op: str, data: Tensor, axis: int) -> None:
@@ -168,9 +177,11 @@ def tensor_reduce(dst: Tensor, op: str, data: Tensor, axis: int) -> None:
         dst.data.size == data.data.size // data.shape[-1] and dst.shape[0] == data.shape[0],
         f"tensor_reduce of {data.shape} to {dst.shape}.",
     )
+    if not issue(name, f"tensor_reduce {op}", dst, data):
+        return
     values = _REDUCE[op].reduce(dtypes.to_float32(data.read()), axis=-1, dtype=np.float32)
     # Every element is read once: the input, not the result, sets the time.
-    _finish_float(dst, values.reshape(dst.shape), name, f"tensor_reduce {op}", data)
+    _finish_float(dst, values.reshape(dst.shape), name, data)
 
 
 def activation(dst: Tensor, op: str, data: Tensor, scale: Operand = 1.0) -> None:
@@ -178,11 +189,14 @@ def activation(dst: Tensor, op: str, data: Tensor, scale: Operand = 1.0) -> None
     name = _engine(Engine.unknown, "scalar", ("scalar",), dst, data)
     require(op in ("silu", "copy"), f"activation with {op} is not in the emulated subset.")
     _same_elements(dst, data)
+    _check_operand("multiply", scale, dst)
+    if not issue(name, f"activation {op}", dst, data, scale):
+        return
     values = dtypes.to_float32(_shaped(data, dst)) * _per_partition(scale, dst)
     if op == "silu":
         with np.errstate(over="ignore"):
             values = values / (1 + np.exp(-values))
-    _finish_float(dst, values, name, f"activation {op}")
+    _finish_float(dst, values, name)
 
 
 def nc_stream_shuffle(dst: Tensor, src: Tensor, shuffle_mask: Sequence[int]) -> None:
@@ -195,10 +209,12 @@ def nc_stream_shuffle(dst: Tensor, src: Tensor, shuffle_mask: Sequence[int]) -> 
         len(shuffle_mask) == _QUADRANT and all(0 <= row < _QUADRANT for row in shuffle_mask),
         "shuffle_mask names 32 partitions of 32.",
     )
+    if not issue(name, "nc_stream_shuffle", dst, src, list(shuffle_mask)):
+        return
     quadrants = range(0, src.shape[0], _QUADRANT)
     sources = [start + row for start in quadrants for row in shuffle_mask]
     picked = {row: src[row].read()[0] for row in set(sources)}
-    _finish(dst, np.stack([picked[row] for row in sources]), name, "nc_stream_shuffle")
+    _finish(dst, np.stack([picked[row] for row in sources]), name)
 
 
 def _engine(choice: Engine, default: str, allowed: tuple[str, ...], *tensors: Tensor) -> str:
@@ -230,9 +246,20 @@ def _lanes(*tensors: Tensor) -> np.dtype:
     return np.dtype(f"u{sizes.pop()}")
 
 
-def _arithmetic(op: str) -> Callable[[Any, Any], Any]:
+def _check_operand(op: str, operand: Operand, dst: Tensor, lanes: np.dtype | None = None) -> None:
+    """That an operator takes an operand; ``lanes`` are those of bit operations."""
+    if lanes is not None:
+        require(isinstance(operand, int), f"{op} takes an integer, found {operand!r}.")
+        limit = 2 ** (8 * lanes.itemsize)
+        require(-limit // 2 <= operand < limit // 2, f"{operand} is no signed number here.")
+        return
     require(op in _ARITHMETIC, f"{op} is no arithmetic of the emulated subset.")
-    return _ARITHMETIC[op]
+    if isinstance(operand, Tensor):
+        require(
+            operand.shape == (dst.shape[0], 1) and operand.dtype == dtypes.float32,
+            f"An operand per partition is ({dst.shape[0]}, 1) float32, found {operand.shape} "
+            f"{operand.dtype}.",
+        )
 
 
 def _shaped(tensor: Tensor, like: Tensor) -> NDArray:
@@ -242,25 +269,17 @@ def _shaped(tensor: Tensor, like: Tensor) -> NDArray:
 def _per_partition(operand: Operand, dst: Tensor) -> Any:
     if not isinstance(operand, Tensor):
         return np.float32(operand)
-    require(
-        operand.shape == (dst.shape[0], 1) and operand.dtype == dtypes.float32,
-        f"An operand per partition is ({dst.shape[0]}, 1) float32, found {operand.shape} "
-        f"{operand.dtype}.",
-    )
     return operand.read().reshape(dst.shape[0], *[1] * (dst.data.ndim - 1))
 
 
-def _finish_float(
-    dst: Tensor, values: NDArray, name: str, trace: str, longest: Tensor | None = None
-) -> None:
-    _finish(dst, dtypes.from_float32(values, dst.dtype), name, trace, longest)
+def _finish_float(dst: Tensor, values: NDArray, name: str, longest: Tensor | None = None) -> None:
+    _finish(dst, dtypes.from_float32(values, dst.dtype), name, longest)
 
 
 def _finish(
     dst: Tensor,
     values: NDArray,
     name: str,
-    trace: str,
     longest: Tensor | None = None,
     num_inputs: int = 1,
 ) -> None:
@@ -273,4 +292,3 @@ def _finish(
     if name == "vector":
         narrow = max(num_inputs * per_partition, trainium2.MIN_CYCLES)
         core.counts.narrow_vector_cycles += narrow
-    core.scope.trace.append(f"{trace} {dst.shape} {dst.dtype}")

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_moe_ep_kernels import trainium2
 from vllm_moe_ep_kernels.nki.experts import gated_experts, grouped_experts
 from vllm_moe_ep_kernels.nki.prepare import PreparedWeight
-from vllm_moe_ep_kernels.nki_emulator import trainium2
 from vllm_moe_ep_kernels.nki_emulator.simulate import Run, simulate
 
 WEIGHTS = ("w13_codes", "w13_scales", "w2_codes", "w2_scales")

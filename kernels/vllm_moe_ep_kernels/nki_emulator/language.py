@@ -7,11 +7,12 @@ import numpy as np
 
 from vllm_moe_ep_kernels.nki_emulator import core as cores
 from vllm_moe_ep_kernels.nki_emulator import dtypes
-from vllm_moe_ep_kernels.nki_emulator.core import Scope
+from vllm_moe_ep_kernels.nki_emulator.core import Core, Scope
 from vllm_moe_ep_kernels.nki_emulator.registers import VirtualRegister
 from vllm_moe_ep_kernels.nki_emulator.rules import require
 from vllm_moe_ep_kernels.nki_emulator.storage import PSUM, SBUF, SHARED_HBM, Storage
 from vllm_moe_ep_kernels.nki_emulator.tensor import Tensor
+from vllm_moe_ep_kernels.nki_emulator.trace import Instruction, check_same
 
 sbuf, psum, shared_hbm = SBUF, PSUM, SHARED_HBM
 
@@ -54,24 +55,53 @@ def fori_loop(
 ) -> None:
     """A loop whose trip count the device decides.
 
-    The body is compiled once, so every trip must issue the same instructions; what it allocates
-    ends with the trip.
+    The body is compiled once, so every trace of it must issue the same instructions, whatever
+    Python state it meets; what it makes ends with the trip. It is traced even for no trips.
     """
     core = cores.current()
-    start, stop = (
-        bound.value if isinstance(bound, VirtualRegister) else bound for bound in (lower, upper)
+    require(isinstance(step, int) and step > 0, f"A loop's step is a positive int, found {step!r}.")
+    bounds = [_bound(bound) for bound in (lower, upper)]
+    (_, start), (_, stop) = bounds
+    require(
+        core.is_dry and not (isinstance(lower, int) and isinstance(upper, int)) or start <= stop,
+        f"A loop from {start} to {stop} has a negative number of trips.",
     )
+    traced = [_trip(core, body_fun, start, is_dry=True) for _ in range(core.traces_per_loop)]
+    for trace in traced[1:]:
+        check_same(
+            traced[0],
+            trace,
+            "A loop body issued other instructions when it was traced again: Python state that it "
+            "changes cannot choose what a trip does, since the device repeats the first trace.",
+        )
     trips = range(start, stop, step)
-    core.counts.trips.append(len(trips))
-    first: list[str] | None = None
-    for number in trips:
-        scope = Scope()
-        core.scopes.append(scope)
-        result = body_fun(VirtualRegister(number))
-        core.scopes.pop()
-        scope.is_alive = False
-        require(result is None, "A loop body returns nothing.")
-        first = scope.trace if first is None else first
-        require(scope.trace == first, "Two trips of a loop issued different instructions.")
-    # The loop as a whole is one step of the loop around it.
-    core.scope.trace.append("fori_loop")
+    if not core.is_dry:
+        core.counts.trips.append(len(trips))
+        for number in trips:
+            trace = _trip(core, body_fun, number, is_dry=False)
+            check_same(traced[0], trace, "Two trips of a loop issued different instructions.")
+    operands = tuple(name for name, _ in bounds)
+    loop = Instruction("loop", f"fori_loop in steps of {step}", operands, tuple(traced[0]))
+    core.scope.trace.append(loop)
+
+
+def _bound(bound: int | VirtualRegister) -> tuple[str, int]:
+    """As it stands in a trace, and its number."""
+    if isinstance(bound, VirtualRegister):
+        return bound.place, bound.number()
+    return repr(bound), bound
+
+
+def _trip(
+    core: Core, body_fun: Callable[[VirtualRegister], Any], number: int, is_dry: bool
+) -> list[Instruction]:
+    """Run the body once, or only trace it."""
+    scope = Scope(core.scope.depth + 1)
+    core.scopes.append(scope)
+    was_dry, core.is_dry = core.is_dry, core.is_dry or is_dry
+    result = body_fun(VirtualRegister(core, number))
+    core.is_dry = was_dry
+    core.scopes.pop()
+    scope.is_alive = False
+    require(result is None, "A loop body returns nothing.")
+    return scope.trace

@@ -2,9 +2,11 @@
 
 import math
 
+from vllm_moe_ep_kernels import trainium2
 from vllm_moe_ep_kernels.nki_emulator import core as cores
-from vllm_moe_ep_kernels.nki_emulator import dtypes, trainium2
+from vllm_moe_ep_kernels.nki_emulator import dtypes
 from vllm_moe_ep_kernels.nki_emulator.enums import Engine
+from vllm_moe_ep_kernels.nki_emulator.issue import issue
 from vllm_moe_ep_kernels.nki_emulator.rules import require
 from vllm_moe_ep_kernels.nki_emulator.storage import (
     BY_MATMUL,
@@ -36,6 +38,10 @@ def nc_matmul(
     _check_operands(stationary, moving, rows)
     num_moving = math.prod(moving.shape[1:])
     _check_result(dst, math.prod(stationary.shape[1:]), num_moving)
+    if not issue(
+        "tensor", "nc_matmul", dst, stationary, moving, accumulate, tile_position, tile_size
+    ):
+        return
     product = (
         dtypes.to_float32(stationary.read()).reshape(stationary.shape[0], -1).T
         @ dtypes.to_float32(moving.read()).reshape(moving.shape[0], -1)
@@ -49,7 +55,7 @@ def nc_matmul(
         product = product + dst.read()
     dst.write(product, WRITTEN | BY_MATMUL)
     passes = trainium2.FP32_MATMUL_PASSES if moving.dtype == dtypes.float32 else 1
-    _count(passes * num_moving, rows, f"nc_matmul {dst.shape} {accumulate}")
+    _count(passes * num_moving, rows)
 
 
 def nc_transpose(dst: Tensor, data: Tensor, engine: Engine = Engine.unknown) -> None:
@@ -65,10 +71,12 @@ def nc_transpose(dst: Tensor, data: Tensor, engine: Engine = Engine.unknown) -> 
         f"nc_transpose of {data.shape} to {dst.shape}: at most 128 x 128.",
     )
     _check_bank(dst)
+    if not issue("tensor", "nc_transpose", dst, data):
+        return
     dst.write(data.read().reshape(data.shape[0], -1).T)
     # The identity matrix moves: as many columns as the data has partitions.
     passes = trainium2.FP32_TRANSPOSE_PASSES if data.dtype == dtypes.float32 else 1
-    _count(passes * data.shape[0], _ARRAY, f"nc_transpose {dst.shape}")
+    _count(passes * data.shape[0], _ARRAY)
 
 
 def _tile_rows(position: tuple[int, ...], size: tuple[int, ...], num_rows: int) -> int:
@@ -137,9 +145,8 @@ def _check_bank(dst: Tensor) -> None:
     )
 
 
-def _count(columns: int, rows: int, trace: str) -> None:
+def _count(columns: int, rows: int) -> None:
     core = cores.current()
     cycles = max(columns, trainium2.MIN_CYCLES)
     core.counts.add("tensor", cycles * rows / _ARRAY)
     core.counts.serial_tensor_cycles += cycles
-    core.scope.trace.append(trace)

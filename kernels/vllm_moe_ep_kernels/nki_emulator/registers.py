@@ -2,23 +2,50 @@
 
 from typing import Any
 
-from vllm_moe_ep_kernels.nki_emulator.rules import NkiRuleError, require
+from vllm_moe_ep_kernels.nki_emulator import core as cores
+from vllm_moe_ep_kernels.nki_emulator.core import Core
+from vllm_moe_ep_kernels.nki_emulator.rules import require
+from vllm_moe_ep_kernels.nki_emulator.trace import Instruction
 
 
 class VirtualRegister:
-    """A 32-bit register. No arithmetic, no truth value, no use as a Python number."""
+    """A 32-bit register. No arithmetic, no truth value, no use as a Python number.
 
-    def __init__(self, value: int | None = None) -> None:
+    Attributes:
+        place: its name in traces.
+    """
+
+    def __init__(self, core: Core, value: int | None = None) -> None:
+        self.core = core
+        self.scope = core.scope
+        self.place = f"register {core.scope.next_place()}"
         self._value = value
+        self._is_loaded = value is not None
 
-    @property
-    def value(self) -> int:
-        if self._value is None:
-            raise NkiRuleError("A register is read before it was loaded.")
-        return self._value
+    def number(self) -> int:
+        """What it holds; 0 while instructions are only traced."""
+        self.check_usable()
+        require(self._is_loaded, "A register is read before it was loaded.")
+        return self._value or 0
 
-    def set(self, value: int) -> None:
-        self._value = value
+    def load(self, value: int | None) -> None:
+        """Take a number, or None where none is known yet."""
+        self.check_usable()
+        require(
+            self.scope is cores.current().scope,
+            "A register from outside a loop body is loaded in it: keep what passes from trip to "
+            "trip in SBUF.",
+        )
+        self._value, self._is_loaded = value, True
+
+    def check_usable(self) -> None:
+        """That it is this core's, and that the loop body it was made in still runs."""
+        require(self.core is cores.current(), "A register belongs to another core.")
+        require(
+            self.scope.is_alive,
+            "A register or loop index was made in a loop body and is used outside it, or in "
+            "another trip.",
+        )
 
     def _refuse(self, *_: Any) -> Any:
         raise TypeError("A register has no value while a kernel is traced: no if, no arithmetic.")
@@ -30,11 +57,20 @@ class VirtualRegister:
 
 def register_alloc(x: int | None = None) -> VirtualRegister:
     """A register, holding a constant where one is given."""
-    return VirtualRegister(x)
+    register = VirtualRegister(cores.current(), x)
+    _trace("register_alloc", register.place, repr(x))
+    return register
 
 
 def register_load(dst: VirtualRegister, src: Any) -> None:
     """The number of a 1-element int32 or uint32 tensor."""
+    core = cores.current()
     require(src.data.size == 1, f"A register holds one number, found {src.shape}.")
     require(src.data.dtype.kind in "iu", f"A register holds an integer, found {src.dtype}.")
-    dst.set(int(src.read().reshape(-1)[0]))
+    src.storage.check_usable(core)
+    dst.load(None if core.is_dry else int(src.read().reshape(-1)[0]))
+    _trace("register_load", dst.place, src.traced())
+
+
+def _trace(op: str, *operands: Any) -> None:
+    cores.current().scope.trace.append(Instruction("sequencer", op, operands))

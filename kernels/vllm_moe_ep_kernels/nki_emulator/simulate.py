@@ -13,6 +13,7 @@ from vllm_moe_ep_kernels.nki_emulator.counts import Counts
 from vllm_moe_ep_kernels.nki_emulator.rules import require
 from vllm_moe_ep_kernels.nki_emulator.storage import READ, SHARED_HBM, WRITTEN, Storage, pattern
 from vllm_moe_ep_kernels.nki_emulator.tensor import Tensor
+from vllm_moe_ep_kernels.nki_emulator.trace import check_same
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,19 @@ def simulate(kernel: Callable[..., Any], num_cores: int, arguments: dict[str, An
         name: Tensor.of(inputs[name]) if name in inputs else value
         for name, value in arguments.items()
     }
-    runs = [_run(kernel, Core(index, num_cores), given) for index in range(num_cores)]
+    runs = [_traced_run(kernel, index, num_cores, given) for index in range(num_cores)]
     trips = [core.counts.trips for core, _ in runs]
     require(
         all(one == trips[0] for one in trips),
         f"The cores of a logical core took different trips through dynamic loops: {trips}.",
     )
+    for core, _ in runs[1:]:
+        check_same(
+            runs[0][0].scope.trace,
+            core.scope.trace,
+            "The cores of a logical core issued different instructions.",
+            other_hbm=True,
+        )
     output = _merge([result for _, result in runs])
     return Run(output, tuple(core.counts for core, _ in runs), inputs)
 
@@ -75,17 +83,32 @@ def _input(name: str, value: NDArray) -> Storage:
     return storage
 
 
-def _run(kernel: Callable[..., Any], core: Core, given: dict[str, Any]) -> tuple[Core, Tensor]:
-    cores.enter(core)
-    try:
-        result = kernel(**given)
-    finally:
-        cores.leave()
+def _traced_run(
+    kernel: Callable[..., Any], index: int, num_cores: int, given: dict[str, Any]
+) -> tuple[Core, Tensor]:
+    """Trace the kernel as a compiler does, each loop's body once; then run it."""
+    compiled, core = Core(index, num_cores, is_dry=True), Core(index, num_cores)
+    _call(kernel, compiled, given)
+    result = _call(kernel, core, given)
     require(
         isinstance(result, Tensor) and result.buffer == SHARED_HBM,
         "A kernel returns one tensor, in shared_hbm.",
     )
+    check_same(
+        compiled.scope.trace,
+        core.scope.trace,
+        "A kernel issued other instructions than when it was traced: Python state that a loop "
+        "body changes cannot choose what follows, since the device traces the body once.",
+    )
     return core, result
+
+
+def _call(kernel: Callable[..., Any], core: Core, given: dict[str, Any]) -> Any:
+    cores.enter(core)
+    try:
+        return kernel(**given)
+    finally:
+        cores.leave()
 
 
 def _merge(results: list[Tensor]) -> NDArray:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_moe_ep_kernels.nki_emulator import trainium2
+from vllm_moe_ep_kernels import trainium2
 from vllm_moe_ep_kernels.nki_emulator.core import Core, Scope
 from vllm_moe_ep_kernels.nki_emulator.rules import require
 
@@ -24,6 +24,8 @@ class Storage:
     """One allocation; it lives until nothing refers to it.
 
     Attributes:
+        place: its name in traces: by when it was made, or the input's.
+        is_input: whether it is an argument of the kernel, which must stay as it is.
         data: the bytes, viewed as the allocation's shape and dtype.
         marks: of the same shape, flags per byte.
     """
@@ -35,11 +37,19 @@ class Storage:
         self.name = name
         self.core = core
         self.scope: Scope | None = core.scope if core is not None else None
+        self.place = core.scope.next_place() if core is not None else name
+        self.is_input = core is None
         self.sbuf_bytes = self.psum_banks = 0
+        require(all(size > 0 for size in shape), f"{name}: no dimension is empty, found {shape}.")
         if buffer != SHARED_HBM:
             self._take(shape, dtype)
         num_bytes = math.prod(shape) * dtype.itemsize
-        self.data: NDArray = np.full(num_bytes, _POISON, np.uint8).view(dtype).reshape(shape)
+        # While a kernel is only traced, nothing is read: what is there does not matter.
+        is_dry = core is not None and core.is_dry
+        contents = (
+            np.empty(num_bytes, np.uint8) if is_dry else np.full(num_bytes, _POISON, np.uint8)
+        )
+        self.data: NDArray = contents.view(dtype).reshape(shape)
         marks = np.zeros(num_bytes, np.uint8)
         self.marks: NDArray = marks.view(f"u{dtype.itemsize}").reshape(shape)
 

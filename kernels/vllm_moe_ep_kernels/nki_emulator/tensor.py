@@ -11,18 +11,26 @@ from vllm_moe_ep_kernels.nki_emulator import core as cores
 from vllm_moe_ep_kernels.nki_emulator.registers import VirtualRegister
 from vllm_moe_ep_kernels.nki_emulator.rules import NkiRuleError, require
 from vllm_moe_ep_kernels.nki_emulator.storage import READ, SHARED_HBM, WRITTEN, Storage, pattern
+from vllm_moe_ep_kernels.nki_emulator.trace import View
 
 
 class Tensor:
     """A view of one allocation. On chip the first dimension is the partitions."""
 
     def __init__(
-        self, storage: Storage, data: NDArray, marks: NDArray, is_dynamic: bool = False
+        self,
+        storage: Storage,
+        data: NDArray,
+        marks: NDArray,
+        chosen_by: str = "",
+        dynamic_bytes: int = 0,
     ) -> None:
         self.storage = storage
         self.data = data
         self.marks = marks
-        self.is_dynamic = is_dynamic
+        # Of a dynamic address: what it is made with, and how far that leads in this run.
+        self.chosen_by = chosen_by
+        self.dynamic_bytes = dynamic_bytes
 
     @classmethod
     def of(cls, storage: Storage) -> "Tensor":
@@ -44,6 +52,23 @@ class Tensor:
     def is_on_chip(self) -> bool:
         return self.buffer != SHARED_HBM
 
+    @property
+    def is_dynamic(self) -> bool:
+        return self.chosen_by != ""
+
+    def traced(self) -> View:
+        """As an operand in a trace."""
+        start = _address(self.data) - _address(self.storage.data) - self.dynamic_bytes
+        return View(
+            self.storage.place,
+            str(self.dtype),
+            self.shape,
+            self.data.strides,
+            self.chosen_by,
+            not self.is_on_chip,
+            start,
+        )
+
     def __bool__(self) -> bool:
         raise NkiRuleError("A tensor has no truth value: there is no branch on data.")
 
@@ -51,6 +76,10 @@ class Tensor:
         parts = list(index) if isinstance(index, tuple) else [index]
         if self.is_on_chip and isinstance(parts[0], int):
             parts[0] = slice(parts[0], parts[0] + 1)
+        require(
+            len(parts) <= self.data.ndim,
+            f"{self.storage.name}: {len(parts)} indices of {self.data.ndim} dimensions.",
+        )
         for part, size in zip(parts, self.shape, strict=False):
             _check_bounds(part, size)
         view = self._map(lambda array: array[tuple(parts)])
@@ -92,14 +121,15 @@ class Tensor:
         """[stride, count] pairs in elements of the base tensor, of HBM alone."""
         require(not self.is_on_chip, "ap() is emulated for HBM tensors alone.")
         base, marks = self.storage.data.reshape(-1), self.storage.marks.reshape(-1)
+        require(
+            all(stride >= 0 and count > 0 for stride, count in pattern),
+            f"{self.storage.name}: a pattern has strides of 0 or more and counts of 1 or more, "
+            f"found {[list(pair) for pair in pattern]}.",
+        )
+        chosen_by, shift = "", 0
         if scalar_offset is not None:
-            shape = self.storage.data.shape
-            index = scalar_value(scalar_offset)
-            require(
-                0 <= index < shape[indirect_dim],
-                f"{self.storage.name}: dynamic index {index} of {shape[indirect_dim]}.",
-            )
-            offset += index * int(np.prod(shape[indirect_dim + 1 :]))
+            chosen_by, shift = self._dynamic_offset(scalar_offset, indirect_dim)
+            offset += shift
         last = offset + sum(stride * (count - 1) for stride, count in pattern)
         require(
             0 <= offset and last < base.size,
@@ -111,12 +141,30 @@ class Tensor:
             self.storage,
             as_strided(base[offset:], shape, strides),
             as_strided(marks[offset:], shape, strides),
-            is_dynamic=scalar_offset is not None,
+            chosen_by,
+            shift * base.itemsize,
         )
+
+    def _dynamic_offset(self, source: "Tensor | VirtualRegister", dim: int) -> tuple[str, int]:
+        """What chooses an entry of a dimension, by its name, and how many elements it skips."""
+        shape = self.storage.data.shape
+        name, number = scalar_value(source)
+        require(
+            0 <= number < shape[dim],
+            f"{self.storage.name}: dynamic index {number} of {shape[dim]}.",
+        )
+        return name, number * int(np.prod(shape[dim + 1 :]))
+
+    def check_writable(self) -> None:
+        """That an instruction may have it as its result."""
+        require(
+            not self.storage.is_input,
+            f"{self.storage.name} is an input of the kernel, which must not be written.",
+        )
+        require(self.data.flags.writeable, f"{self.storage.name}: a broadcast view is written.")
 
     def read(self) -> NDArray:
         """The contents, for an instruction's operand."""
-        self.storage.check_usable(cores.current())
         written = pattern(WRITTEN, self.marks.itemsize)
         require(
             bool((self.marks & written == written).all()),
@@ -126,8 +174,6 @@ class Tensor:
 
     def write(self, values: NDArray, flags: int = WRITTEN) -> None:
         """The contents and their marks, for an instruction's result."""
-        self.storage.check_usable(cores.current())
-        require(self.data.flags.writeable, f"{self.storage.name}: a broadcast view is written.")
         self.data[...] = values
         self.marks[...] = pattern(flags, self.marks.itemsize)
 
@@ -141,7 +187,7 @@ class Tensor:
             data, marks = change(self.data), change(self.marks)
         except ValueError as error:
             raise NkiRuleError(f"{self.storage.name}: no such view without a copy.") from error
-        return Tensor(self.storage, data, marks, self.is_dynamic)
+        return Tensor(self.storage, data, marks, self.chosen_by, self.dynamic_bytes)
 
     def _keep_partitions(self, is_kept: bool) -> None:
         require(
@@ -150,20 +196,44 @@ class Tensor:
         )
 
 
-def scalar_value(source: "Tensor | VirtualRegister") -> int:
-    """A register's number, or that of an on-chip [1, 1] int32 or uint32 tensor."""
+def scalar_value(source: "Tensor | VirtualRegister") -> tuple[str, int]:
+    """Name and number of a register, or of an on-chip [1, 1] int32 or uint32 tensor.
+
+    The number is 0 while instructions are only traced.
+    """
     if isinstance(source, VirtualRegister):
-        return source.value
+        return source.place, source.number()
     require(
         source.shape == (1, 1) and source.dtype in (np.int32, np.uint32),
         f"A dynamic address needs a (1, 1) int32 or uint32 tensor, found {source.shape} "
         f"{source.dtype}.",
     )
-    return int(source.read()[0, 0])
+    core = cores.current()
+    source.storage.check_usable(core)
+    view = source.traced()
+    return f"{view.place}[{view.offset}]", 0 if core.is_dry else int(source.read()[0, 0])
 
 
 def _check_bounds(part: Any, size: int) -> None:
-    if isinstance(part, int):
-        require(-size <= part < size, f"Index {part} of a dimension of {size}.")
-    elif isinstance(part, slice) and part.stop is not None:
-        require(part.stop <= size, f"A slice up to {part.stop} of a dimension of {size}.")
+    if isinstance(part, slice):
+        start = 0 if part.start is None else part.start
+        stop = size if part.stop is None else part.stop
+        require(
+            -size <= start < size and -size <= stop <= size and (part.step or 1) > 0,
+            f"A slice from {start} to {stop} of a dimension of {size}.",
+        )
+        require(
+            start % size < (stop + size if stop < 0 else stop),
+            f"An empty slice, from {start} to {stop} of a dimension of {size}.",
+        )
+        return
+    require(
+        isinstance(part, int) and not isinstance(part, bool),
+        f"{part!r} is no index of the emulated subset: an int or a slice.",
+    )
+    require(-size <= part < size, f"Index {part} of a dimension of {size}.")
+
+
+def _address(array: NDArray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

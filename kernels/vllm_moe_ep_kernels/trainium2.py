@@ -10,6 +10,8 @@ Sources, in the AWS Neuron documentation (SDK 2.29 to 2.32, awsdocs-neuron.readt
 6. "nki.api.shared": instruction costs of the elementwise engines
 """
 
+from collections.abc import Mapping
+
 NUM_PARTITIONS = 128  # 1
 # 1 says 28 MiB a core, 224 KiB a partition. The compiler keeps a part, of undocumented size.
 SBUF_BYTES_PER_PARTITION = 192 * 1024
@@ -31,3 +33,11 @@ FP32_TRANSPOSE_PASSES = 2  # 1: twice as fast as without transpose mode
 # Elements a cycle and partition on the elementwise engines. 1 gives the vector engine of this
 # generation twice that for formats other than bf16, and four times that for bf16: not counted on.
 ELEMENTS_PER_CYCLE = 1
+
+
+def bounds_us(hbm_bytes: int, cycles: Mapping[str, float]) -> dict[str, float]:
+    """Least time of each resource of one core, in microseconds."""
+    bounds = {"hbm": hbm_bytes / HBM_BYTES_PER_US, "dma": hbm_bytes / DMA_BYTES_PER_US}
+    for engine, rate in CYCLES_PER_US.items():
+        bounds[engine] = cycles[engine] / rate
+    return bounds
