@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_moe_ep.layers.experts import automatic_capacity
+from vllm_moe_ep.layers.strategy_experts import automatic_capacity
 from vllm_moe_ep_kernels.nki.expert_cost import ExpertShape, WeightForm, base_cost, expert_cost
 from vllm_moe_ep_kernels.nki.prepare import PreparedWeight, prepare
 from vllm_moe_ep_kernels.nki_emulator import trainium2

@@ -4,9 +4,10 @@ from oracle import Fixture
 
 from vllm_moe_ep.collectives import Collectives, SingleProcess
 from vllm_moe_ep.config import EPConfig, MoEConfig
+from vllm_moe_ep.layers.ep_layer import EPLayer
 from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.expert_weights import FloatExperts
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.placement import ExpertPlacement, LocalExperts
 from vllm_moe_ep.stages import RoutedTokens
 
@@ -51,10 +52,10 @@ def layer_of(
     collectives: Collectives | None = None,
     limit: float | None = None,
     max_num_tokens: int = 512,
-) -> StaticEPLayer:
+) -> EPLayer:
     """This rank's layer: linear placement over all ranks of the collectives."""
     ours = collectives or SingleProcess()
     ep_rank = ours.token_rank * ours.replica_size + ours.replica_rank
     local = local_of(fixture, ours.token_size * ours.replica_size, ep_rank)
     config = config_of(fixture, limit, max_num_tokens)
-    return StaticEPLayer(config, local, linears_of(fixture, local), ours, ep_config)
+    return strategy_layer(config, local, linears_of(fixture, local), ours, ep_config)

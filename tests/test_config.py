@@ -35,7 +35,7 @@ def test_moe_config_refuses(change: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"experts": "densest"}, "auto, dense, gated, grouped, ragged, found 'densest'"),
+        ({"experts": "densest"}, "auto, static, dense, gated, grouped, ragged, found 'densest'"),
         ({"gather": "bf16"}, "bytes, fp32, found 'bf16'"),
         ({"max_gated_rows": -1}, "max_gated_rows .* found -1"),
         ({"experts": "ragged", "host_mode": False}, "needs host_mode"),

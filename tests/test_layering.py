@@ -110,7 +110,7 @@ def _level(module: str) -> int | None:
 
 
 def test_sources_were_found() -> None:
-    some = {PACKAGE, "vllm_moe_ep.layers.static_ep", "vllm_moe_ep_kernels.host.linear"}
+    some = {PACKAGE, "vllm_moe_ep.layers.ep_layer", "vllm_moe_ep_kernels.host.linear"}
     assert some <= SOURCES.keys()
 
 

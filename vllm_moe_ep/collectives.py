@@ -6,6 +6,7 @@ ep_rank = token_rank * replica_size + replica_rank.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -79,6 +80,8 @@ class TorchDistributed:
             that on gloo: older gloo has no reduce-scatter, and the one in torch 2.13 measured
             slower than its all-reduce at every size tried (2 and 4 ranks, 8 KiB to 16 MiB).
         device_groups: parts of the replica group, for an all-reduce in two steps; None: in one.
+        replica_sum: an engine's own sum over the replica group, which may overwrite its argument,
+            for the all-reduce in one step; None: torch.distributed's.
     """
 
     def __init__(
@@ -87,18 +90,18 @@ class TorchDistributed:
         replica_group: dist.ProcessGroup | None,
         use_reduce_scatter: bool | None = None,
         device_groups: DeviceGroups | None = None,
+        replica_sum: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._token = RankGroup(token_group, "token")
         self._replica = RankGroup(replica_group, "replica")
         self.token_size, self.token_rank = self._token.size, self._token.rank
         self.replica_size, self.replica_rank = self._replica.size, self._replica.rank
         self._token_rank = torch.tensor(self.token_rank)
-        self._sums = [("all_reduce", self._replica)]
+        self._replica_sum = replica_sum
+        self._within = self._across = None
         if device_groups is not None:
-            self._sums = [
-                ("all_reduce_within_devices", RankGroup(device_groups.within, "within")),
-                ("all_reduce_across_devices", RankGroup(device_groups.across, "across")),
-            ]
+            self._within = RankGroup(device_groups.within, "within")
+            self._across = RankGroup(device_groups.across, "across")
         if use_reduce_scatter is None:
             use_reduce_scatter = self.token_size > 1 and dist.get_backend(token_group) != "gloo"
         self.use_reduce_scatter = use_reduce_scatter
@@ -132,10 +135,29 @@ class TorchDistributed:
     def all_reduce(self, values: Tensor) -> Tensor:
         if self.replica_size == 1:
             return values
-        for name, ranks in self._sums:
-            self._count(name)
-            values = ranks.all_reduce(values.contiguous(), "sum")
-        return values
+        if self._within is not None and self._across is not None:
+            self._count("all_reduce_within_devices")
+            values = self._within.all_reduce(values.contiguous(), "sum")
+            self._count("all_reduce_across_devices")
+            return self._across.all_reduce(values, "sum")
+        self._count("all_reduce")
+        if self._replica_sum is not None:
+            return self._replica_sum(values.contiguous())
+        return self._replica.all_reduce(values.contiguous(), "sum")
+
+    @property
+    def summary(self) -> str:
+        """The collectives of one step, in words."""
+        steps = []
+        if self.token_size > 1:
+            combine = "reduce-scatter" if self.use_reduce_scatter else "all-reduce and narrow"
+            steps.append(f"all-gather and {combine} over {self.token_size} data-parallel ranks")
+        if self.replica_size > 1:
+            how = "in one step"
+            if self._within is not None and self._across is not None:
+                how = f"in devices of {self._within.size}, then across {self._across.size} devices"
+            steps.append(f"all-reduce over {self.replica_size} tensor-parallel ranks {how}")
+        return "; ".join(steps) or "no collectives"
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
         for ranks in (self._token, self._replica):

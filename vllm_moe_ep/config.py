@@ -8,7 +8,7 @@ from vllm_moe_ep.errors import SettingsError
 # fp32 holds every integer below 2**24, so that ids survive the fp32 gather.
 MAX_NUM_EXPERTS = 2**24
 
-EXPERT_STRATEGIES = ("auto", "dense", "gated", "grouped", "ragged")
+EXPERT_STRATEGIES = ("auto", "static", "dense", "gated", "grouped", "ragged")
 GATHER_PATHS = ("bytes", "fp32")
 
 
@@ -83,12 +83,11 @@ class EPConfig:
         experts: strategy of the expert computation, see ``layers/experts.py``.
         gather: "bytes" packs any dtype as bytes; "fp32" packs one fp32 tensor, for compilers
             that mishandle dtype bitcasts.
-        max_gated_rows: "auto" in a graph gates the experts up to this many rows.
+        max_gated_rows: "static" (and "auto" in a graph) gates the experts up to this many rows.
         expert_capacity: routed rows per expert of the "grouped" strategy; 0: as many as
             ``automatic_capacity`` finds fit for the step. A step with no more rows than this runs
             dense instead.
         forced_gate: None in use. 0 or 1 overrides every gate, for timing: results are wrong.
-        shared_slices: whether a rank computes a slice of the shared expert instead of all of it.
 
     Raises:
         SettingsError: a field has a value it cannot have.
@@ -100,7 +99,6 @@ class EPConfig:
     max_gated_rows: int = 16
     expert_capacity: int = 0
     forced_gate: int | None = None
-    shared_slices: bool = True
 
     def __post_init__(self) -> None:
         _require_choice("EPConfig", "experts", self.experts, EXPERT_STRATEGIES)
@@ -129,5 +127,5 @@ class EPConfig:
     @property
     def may_gate(self) -> bool:
         """Whether some step gates its experts."""
-        is_automatic = self.experts == "auto" and not self.host_mode and self.max_gated_rows > 0
-        return self.experts == "gated" or is_automatic
+        is_static = self.experts == "static" or (self.experts == "auto" and not self.host_mode)
+        return self.experts == "gated" or (is_static and self.max_gated_rows > 0)

@@ -109,15 +109,16 @@ VARIABLES: tuple[Variable, ...] = (
         "auto",
         "How local experts are computed. dense: every expert on all rows; gated: experts without "
         "a routed row are skipped; grouped: each expert on a fixed number of rows, dense when one "
-        "has more; ragged: each expert on exactly its routed rows (CPU only); auto: ragged on CPU, "
-        "elsewhere gated for few rows, grouped for many where that at least halves the products.",
-        choices=("auto", "dense", "gated", "grouped", "ragged"),
+        "has more; static: as on Trainium, gated for few rows, grouped for many where that at "
+        "least halves the products, dense between; ragged: each expert on exactly its routed rows "
+        "(CPU only); auto: ragged on CPU, elsewhere static.",
+        choices=("auto", "static", "dense", "gated", "grouped", "ragged"),
     ),
     Variable(
         "gated_max_rows",
         int,
         16,
-        "Most rows of a step that auto still computes gated, where ragged is not to be had.",
+        "Most rows of a step that the static experts still compute gated; 0: none.",
         minimum=0,
     ),
     Variable(
@@ -132,14 +133,14 @@ VARIABLES: tuple[Variable, ...] = (
         "shared_slices",
         bool,
         True,
-        "Where the layer computes the shared expert, each rank takes 128 of its columns. vLLM's "
-        "own shared expert, which CPU serving uses, is split over tensor-parallel ranks anyway.",
+        "Split the shared experts' columns over tensor-parallel ranks, whose parts join the one "
+        "sum of the step. 0: every rank computes all of them and adds them after the sum.",
     ),
     Variable(
         "expert_capacity",
         int,
         0,
-        "Rows per expert of the grouped way, for steps with more rows than that; 0: four times an "
+        "Rows per expert of grouped experts, for steps with more rows than that; 0: four times an "
         "even share of the step's routed rows.",
         minimum=0,
     ),
@@ -260,8 +261,20 @@ def load_settings(
     return settings
 
 
+def given_names(
+    overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> set[str]:
+    """Names of the settings that somebody set, whatever the value; arguments as above."""
+    environ = os.environ if environ is None else environ
+    return {
+        variable.name
+        for variable in VARIABLES
+        if variable.env_name in environ or variable.name in (overrides or {})
+    }
+
+
 def _refuse_contradictions(settings: Settings) -> None:
-    if settings.forced_gate != "off" and settings.experts not in ("auto", "gated"):
+    if settings.forced_gate != "off" and settings.experts not in ("auto", "static", "gated"):
         raise SettingsError(
             f"{PREFIX}FORCED_GATE={settings.forced_gate} (or {OVERRIDE_KEY}.forced_gate) acts on "
             f"gated experts, found {PREFIX}EXPERTS={settings.experts}: use gated."
@@ -269,7 +282,7 @@ def _refuse_contradictions(settings: Settings) -> None:
     if settings.experts == "ragged" and settings.platform in ("cuda", "neuron"):
         raise SettingsError(
             f"{PREFIX}EXPERTS=ragged works on cpu only, found {PREFIX}PLATFORM="
-            f"{settings.platform}: use auto, dense, gated or grouped."
+            f"{settings.platform}: use auto, static, dense, gated or grouped."
         )
 
 

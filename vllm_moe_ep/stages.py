@@ -6,6 +6,21 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class LocalRouting:
+    """Routing that names no expert but this rank's, for `FusedExperts.fused`.
+
+    Attributes:
+        slots: int32 [rows, top_k].
+        weights: fp32 [rows, top_k], 0 where the id was not of this rank.
+        has_local: bool [rows, 1], False for rows without any expert here: drop what they get.
+    """
+
+    slots: Tensor
+    weights: Tensor
+    has_local: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class RoutedTokens:
     """Rows with their routing: a rank's own before the gather, all token ranks' after it.
 
@@ -17,12 +32,15 @@ class RoutedTokens:
             select no expert.
         is_cast: whether hidden_states hold, in fp32, what is left of them after the cast that
             the expert weights ask for.
+        local: the same routing in terms of this rank's experts, where a graph around the layer
+            has worked it out; None: not yet.
     """
 
     hidden_states: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
     is_cast: bool = False
+    local: LocalRouting | None = None
 
     def rows(self, part: slice) -> "RoutedTokens":
         """Some of the rows, as views."""
@@ -35,7 +53,8 @@ class ExpertOutput:
     """Weighted sum of this rank's experts.
 
     Attributes:
-        values: [rows, hidden_size] fp32; exactly 0 in a row that selects none of them.
+        values: [rows, hidden_size], fp32 (or the dtype of a device kernel's output); exactly 0 in
+            a row that selects none of them.
         overflow: int32 [1], 1 where a capacity was exceeded and ``values`` is incomplete;
             None from strategies that cannot overflow.
     """

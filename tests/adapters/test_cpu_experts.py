@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from layer_factory import config_of, local_of
+from layer_factory import config_of, local_of, tokens_of
 from oracle import REL_L2_LIMIT, Fixture, make_fixture, rel_l2
 
 from vllm_moe_ep.adapters.vllm.cpu_experts import PackedCpuExperts, max_aliased_rows, pack
-from vllm_moe_ep.collectives import SingleProcess
-from vllm_moe_ep.config import MoEConfig
+from vllm_moe_ep.config import EPConfig, MoEConfig
 from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.fused_experts import alias_foreign
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.strategy_experts import StrategyExperts
 
 
 def has_amx() -> bool:
@@ -43,15 +42,9 @@ def ranks_sum(fixture: Fixture, ep_size: int, isa: str = "vec") -> torch.Tensor:
         local = local_of(fixture, ep_size, rank)
         holder = Holder(fixture, list(local.global_ids))
         pack(holder, isa)
-        packed = PackedCpuExperts(holder, isa)
-        layer = StaticEPLayer(config_of(fixture), local, packed, SingleProcess())
-        values += layer.routed_partial(
-            fixture.hidden_states,
-            fixture.topk_ids,
-            fixture.topk_weights,
-            capacity=len(fixture.hidden_states),
-            out_dtype=torch.float32,
-        )
+        packed = PackedCpuExperts(holder, isa, config_of(fixture))
+        experts = StrategyExperts(config_of(fixture), local, packed, EPConfig())
+        values += experts.compute(tokens_of(fixture)).values
     return values
 
 
@@ -92,7 +85,7 @@ def test_aliased_rows_equal_the_oracle(
         local = local_of(fixture, ep_size, rank)
         holder = Holder(fixture, list(local.global_ids))
         pack(holder, isa)
-        packed = PackedCpuExperts(holder, isa)
+        packed = PackedCpuExperts(holder, isa, config_of(fixture))
         shard = ExpertShard(local, packed, None)
         routing = alias_foreign(fixture.topk_ids, fixture.topk_weights, shard)
         output = packed.fused(fixture.hidden_states, routing.slots, routing.weights)

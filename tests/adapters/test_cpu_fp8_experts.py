@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from layer_factory import config_of, local_of
+from layer_factory import config_of, local_of, tokens_of
 from oracle import rel_l2
 from quantised_factory import QuantisedFixture, make_quantised
 
 from vllm_moe_ep.adapters.vllm import cpu_fp8_experts
 from vllm_moe_ep.adapters.vllm.cpu_fp8_experts import PackedFp8Experts, applies, pack
-from vllm_moe_ep.collectives import SingleProcess
-from vllm_moe_ep.config import MoEConfig
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.config import EPConfig, MoEConfig
+from vllm_moe_ep.layers.strategy_experts import StrategyExperts
 from vllm_moe_ep.quant.formats import FP8_128X128
 
 MAX_ERROR = 1e-2
@@ -36,14 +35,9 @@ def ranks_sum(fixture: QuantisedFixture, ep_size: int) -> torch.Tensor:
         local = local_of(floats, ep_size, rank)
         holder = Holder(fixture, list(local.global_ids))
         pack(holder)
-        layer = StaticEPLayer(config_of(floats), local, PackedFp8Experts(holder), SingleProcess())
-        values += layer.routed_partial(
-            floats.hidden_states,
-            floats.topk_ids,
-            floats.topk_weights,
-            capacity=len(floats.hidden_states),
-            out_dtype=torch.float32,
-        )
+        packed = PackedFp8Experts(holder, config_of(floats))
+        experts = StrategyExperts(config_of(floats), local, packed, EPConfig())
+        values += experts.compute(tokens_of(floats)).values
     return values
 
 

@@ -10,34 +10,30 @@ from vllm_moe_ep.adapters.vllm import groups
 from vllm_moe_ep.device_groups import DeviceGroups
 
 
-class FakeDistributed(SimpleNamespace):
-    """Sizes instead of groups; records what was asked for."""
-
-    def __init__(self, group: Any, _: Any, device_groups: Any) -> None:
-        self.token_size, self.replica_size, self.device_groups = 1, len(group or [0]), device_groups
-
-
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The device sizes for which groups were created."""
-    sizes: list[int] = []
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What the collectives were made of."""
+    arguments: list[dict[str, Any]] = []
 
     def make(_: Any, device_size: int) -> DeviceGroups:
-        sizes.append(device_size)
-        return DeviceGroups(None, None)  # type: ignore[arg-type]
+        return DeviceGroups(device_size, device_size)  # type: ignore[arg-type]
 
-    def distributed(_: Any, tp: Any, device_groups: Any = None) -> FakeDistributed:
-        return FakeDistributed(tp, None, device_groups)
+    def distributed(token_group: Any, replica_group: Any, **others: Any) -> Any:
+        arguments.append({"token_group": token_group, "replica_group": replica_group, **others})
+        return SimpleNamespace()
 
     monkeypatch.setattr(groups, "make_device_groups", make)
     monkeypatch.setattr(groups, "TorchDistributed", distributed)
     groups.layer_collectives.cache_clear()
-    yield sizes
+    yield arguments
     groups.layer_collectives.cache_clear()
 
 
 def _run_on(monkeypatch: pytest.MonkeyPatch, tp_size: int, settings: dict[str, Any]) -> None:
-    tp_group = SimpleNamespace(world_size=tp_size, device_group=[0] * tp_size)
+    communicator = SimpleNamespace(all_reduce="vLLM's own")
+    tp_group = SimpleNamespace(
+        world_size=tp_size, device_group="tp", device_communicator=communicator
+    )
     config = SimpleNamespace(additional_config={"moe_ep": settings})
     monkeypatch.setattr(groups, "get_tp_group", lambda: tp_group)
     monkeypatch.setattr(groups, "get_dp_group", lambda: SimpleNamespace(world_size=1))
@@ -46,27 +42,38 @@ def _run_on(monkeypatch: pytest.MonkeyPatch, tp_size: int, settings: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "settings", "sizes", "said"),
+    ("tp_size", "settings", "device_size", "why_flat"),
     [
-        (8, {}, [], "in one step: each rank has a device of its own"),
-        (8, {"platform": "neuron"}, [4], "in devices of 4, then across"),
-        (8, {"device_size": 2}, [2], "in devices of 2, then across"),
-        (6, {"device_size": 4}, [], "6 ranks are not a multiple of the device size 4"),
-        (8, {"device_size": 4, "hierarchical_all_reduce": False}, [], "switched off"),
+        (8, {}, None, "each rank has a device of its own"),
+        (8, {"platform": "neuron"}, 4, None),
+        (8, {"device_size": 2}, 2, None),
+        (6, {"device_size": 4}, None, "6 ranks are not a multiple of the device size 4"),
+        (8, {"device_size": 4, "hierarchical_all_reduce": False}, None, "switched off"),
     ],
 )
-def test_settings_choose_the_sum_and_the_log_says_which(
+def test_settings_choose_the_sum(
     monkeypatch: pytest.MonkeyPatch,
-    made: list[int],
+    made: list[dict[str, Any]],
     tp_size: int,
     settings: dict[str, Any],
-    sizes: list[int],
-    said: str,
+    device_size: int | None,
+    why_flat: str | None,
 ) -> None:
     _run_on(monkeypatch, tp_size, settings)
-    description = groups.describe_groups()
-    assert f"all-reduce over {tp_size} tensor-parallel ranks" in description
-    assert said in description
-    assert made == sizes
-    groups.layer_collectives()
-    assert made == sizes
+    assert groups.layer_collectives() is groups.layer_collectives()
+    (arguments,) = made
+    expected = device_size and DeviceGroups(device_size, device_size)  # type: ignore[arg-type]
+    assert arguments["device_groups"] == expected
+    assert (arguments["token_group"], arguments["replica_group"]) == (None, "tp")
+    assert arguments["replica_sum"] == "vLLM's own"
+    reason = groups.why_sum_is_flat(settings.get("hierarchical_all_reduce", True))
+    assert reason is None if why_flat is None else why_flat in str(reason)
+
+
+def test_a_model_that_sums_by_itself_gets_no_replica_group(
+    monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]]
+) -> None:
+    _run_on(monkeypatch, 2, {})
+    groups.layer_collectives(with_sum=False)
+    (arguments,) = made
+    assert arguments["replica_group"] is arguments["replica_sum"] is None

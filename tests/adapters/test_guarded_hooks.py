@@ -98,7 +98,8 @@ def test_missing_attribute_does_not_disturb_other_backends(
     caplog.set_level(logging.DEBUG, "vllm.vllm_moe_ep")
     fail(hook, monkeypatch)
     lines = [record for record in caplog.records if record.name == "vllm.vllm_moe_ep"]
-    assert [line.levelname for line in lines] == ["DEBUG"]
+    # One record may reach the capture through two loggers.
+    assert [line.levelname for line in set(lines)] == ["DEBUG"]
     assert hook.target in lines[0].getMessage()
     assert make_config().kernel_config.moe_backend == "auto"
     assert parse("triton") == "triton"

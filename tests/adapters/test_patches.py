@@ -43,7 +43,7 @@ def test_nothing_is_wrapped_outside_of_the_tables() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "wrap_attribute"
     }
-    assert callers == {"hooks.py", "moe_factory.py"}
+    assert callers == {"hooks.py"}
 
 
 def test_every_hook_is_in_place() -> None:

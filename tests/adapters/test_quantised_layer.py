@@ -91,7 +91,7 @@ def routing(num_tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tens
 def bytes_held(experts: Any) -> int:
     """Of all tensors of the module and of its layer, each storage once."""
     tensors = [*experts.parameters(), *experts.buffers()]
-    linears = getattr(getattr(experts.static_layer, "shard", None), "linears", None)
+    linears = experts.ep_layer.experts.shard.linears if experts.ep_layer else None
     for value in vars(linears).values() if linears else ():
         tensors += [value] if isinstance(value, Tensor) else []
         tensors += [value.values, value.scale] if isinstance(value, Quantised) else []

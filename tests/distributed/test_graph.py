@@ -1,5 +1,6 @@
 """The whole step with its collectives as one graph, in real gloo processes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 from vllm_moe_ep.collectives import TorchDistributed
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.device_groups import DeviceGroups, make_device_groups
-from vllm_moe_ep.layers.shared_expert import SharedExpert
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.ep_layer import EPLayer
+from vllm_moe_ep.layers.shared_expert import SharedExpert, prepare_shared
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.placement import ExpertPlacement
 from vllm_moe_ep.quant.formats import FP8_1X128, FP8_128X128, QuantFormat
 
@@ -54,10 +56,10 @@ CASES = {
 class Step(torch.nn.Module):
     """Routed experts of one rank, and a shared expert of which it computes its part."""
 
-    def __init__(self, layer: StaticEPLayer, shared: SharedExpert) -> None:
+    def __init__(self, layer: EPLayer, shared: SharedExpert) -> None:
         super().__init__()
         self.layer = layer
-        self.shared = layer.prepare_shared(shared)
+        self.shared = prepare_shared(shared, layer.collectives)
 
     def forward(self, rows: Tensor, ids: Tensor, weights: Tensor, valid: Tensor) -> Any:
         result = self.layer.step(
@@ -70,6 +72,14 @@ class Step(torch.nn.Module):
             shared_is_partial=self.shared.is_partial,
         )
         return result.hidden_states, result.overflow
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPool]:
+    """A pool of its own: ranks number groups alike only if they have built the same layers."""
+    pool = ProcessPool(4)
+    yield pool
+    pool.close()
 
 
 @cache
@@ -90,7 +100,7 @@ def _step(worker: Worker, case: Case, fixture: QuantisedFixture, shared: SharedE
     slots = [*local.global_ids, *[0] * (num_slots - local.num_local_experts)]
     linears = experts_of(fixture, slots, case.activation)
     ep_config = EPConfig(host_mode=False, **case.options)
-    layer = StaticEPLayer(config_of(fixture.floats), local, linears, ours, ep_config)
+    layer = strategy_layer(config_of(fixture.floats), local, linears, ours, ep_config)
     return Step(layer, shared)
 
 

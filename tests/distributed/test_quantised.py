@@ -24,7 +24,7 @@ from torch import Tensor
 from vllm_moe_ep.collectives import TorchDistributed
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.layers.shared_expert import SharedExpert, slice_shared_expert
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.placement import ExpertPlacement
 from vllm_moe_ep.quant.formats import (
     FP4_1X32,
@@ -58,7 +58,7 @@ def one_step(worker: Worker, layout: Layout, case: Case) -> Tensor:
     local = ExpertPlacement.linear(16, layout[0] * layout[1]).local(ep_rank)
     floats = case.fixture.floats
     linears = experts_of(case.fixture, list(local.global_ids), case.activation)
-    layer = StaticEPLayer(config_of(floats), local, linears, ours)
+    layer = strategy_layer(config_of(floats), local, linears, ours)
     block_size = case.shared_fmt.block_size
     whole = SharedExpert(
         Quantised.of_halves(case.shared_w13.values, case.shared_w13.scale, block_size),
@@ -120,7 +120,7 @@ def uneven_step(
     local = ExpertPlacement.linear(16, layout[0] * layout[1]).local(ep_rank)
     linears = experts_of(fixture, list(local.global_ids), activation)
     floats = fixture.floats
-    layer = StaticEPLayer(config_of(floats), local, linears, ours, EPConfig(**options))
+    layer = strategy_layer(config_of(floats), local, linears, ours, EPConfig(**options))
     own = slice(sum(counts[: ours.token_rank]), sum(counts[: ours.token_rank + 1]))
     rows = floats.hidden_states[own], floats.topk_ids[own], floats.topk_weights[own]
     return layer(*rows, capacity=max(counts)), dict(ours.counts)

@@ -10,9 +10,8 @@ from process_pool import ProcessPool, Worker
 from torch import Tensor
 
 from vllm_moe_ep.collectives import TorchDistributed
-from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.device_groups import DeviceGroups, make_device_groups
-from vllm_moe_ep.layers.shared_expert import SharedExpert
+from vllm_moe_ep.layers.shared_expert import SharedExpert, prepare_shared
 
 ROWS = 4
 
@@ -39,8 +38,8 @@ def one_step(
         use_reduce_scatter=combine == "reduce-scatter",
         device_groups=_device_groups() if combine == "in devices" else None,
     )
-    layer = layer_of(fixture, EPConfig(shared_slices=is_sliced), collectives)
-    shared = layer.prepare_shared(whole)
+    layer = layer_of(fixture, collectives=collectives)
+    shared = prepare_shared(whole, collectives, is_sliced)
     own = slice(ROWS * collectives.token_rank, ROWS * (collectives.token_rank + 1))
     rows = fixture.hidden_states[own], fixture.topk_ids[own], fixture.topk_weights[own]
     output = layer(*rows, capacity=ROWS, shared=shared, shared_is_partial=shared.is_partial)

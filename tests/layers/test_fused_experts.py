@@ -9,9 +9,10 @@ from oracle import Fixture, expert, make_fixture, rel_l2
 from torch import Tensor
 
 from vllm_moe_ep.collectives import SingleProcess
+from vllm_moe_ep.layers.ep_layer import EPLayer
 from vllm_moe_ep.layers.expert_weights import FloatExperts
 from vllm_moe_ep.layers.fused_experts import MAX_PAIRS, alias_foreign
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 
 NUM_RANKS = 4
 
@@ -22,6 +23,7 @@ class StrictKernel(FloatExperts):
     def __init__(self, *weights: Any) -> None:
         super().__init__(*weights)
         self.pairs_of_calls: list[int] = []
+        self.max_aliased_rows = 8
 
     def fused(self, rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         self.pairs_of_calls.append(slots.numel())
@@ -38,19 +40,19 @@ class StrictKernel(FloatExperts):
         return output
 
 
-def rank_layer(fixture: Fixture, ep_size: int, ep_rank: int) -> StaticEPLayer:
+def rank_layer(fixture: Fixture, ep_size: int, ep_rank: int) -> EPLayer:
     local = local_of(fixture, ep_size, ep_rank)
     own = list(local.global_ids)
     config = config_of(fixture)
     kernel = StrictKernel(fixture.w13_weight[own], fixture.w2_weight[own], config)
-    return StaticEPLayer(config, local, kernel, SingleProcess())
+    return strategy_layer(config, local, kernel, SingleProcess())
 
 
 def ranks_sum(fixture: Fixture, ep_size: int) -> Tensor:
     capacity = len(fixture.hidden_states)
     arguments = (fixture.hidden_states, fixture.topk_ids, fixture.topk_weights)
     layers = [rank_layer(fixture, ep_size, rank) for rank in range(ep_size)]
-    return sum(layer.routed_partial(*arguments, capacity=capacity) for layer in layers)
+    return sum(layer(*arguments, capacity=capacity) for layer in layers)
 
 
 def small_fixture(num_tokens: int) -> Fixture:
@@ -78,7 +80,7 @@ def test_no_pair_calls_no_kernel(num_tokens: int) -> None:
     fixture = small_fixture(num_tokens)
     fixture.topk_ids.fill_(-1)
     layer = rank_layer(fixture, 1, 0)
-    values = layer.routed_partial(
+    values = layer(
         fixture.hidden_states, fixture.topk_ids, fixture.topk_weights, capacity=num_tokens
     )
     assert values.shape == fixture.hidden_states.shape
@@ -93,7 +95,7 @@ def test_a_call_has_a_bounded_number_of_pairs(num_tokens: int, ep_size: int) -> 
     fixture = small_fixture(num_tokens)
     fixture.topk_ids[:] = torch.arange(4)
     layer = rank_layer(fixture, ep_size, 0)
-    values = layer.routed_partial(
+    values = layer(
         fixture.hidden_states, fixture.topk_ids, fixture.topk_weights, capacity=num_tokens
     )
     assert rel_l2(values, fixture.routed()) <= 1e-5
@@ -102,22 +104,22 @@ def test_a_call_has_a_bounded_number_of_pairs(num_tokens: int, ep_size: int) -> 
     assert len(calls) == -(-4 * num_tokens // MAX_PAIRS) and max(calls) <= MAX_PAIRS
 
 
-def pairs_of_calls(layer: StaticEPLayer) -> list[int]:
-    kernel = layer.shard.linears
+def pairs_of_calls(layer: EPLayer) -> list[int]:
+    kernel = layer.experts.shard.linears
     assert isinstance(kernel, StrictKernel)
     return kernel.pairs_of_calls
 
 
 def test_other_strategies_do_without_it() -> None:
     fixture = small_fixture(5)
-    assert layer_of(fixture).shard.fused is None
+    assert layer_of(fixture).experts.shard.fused is None
 
 
-def aliased(layer: StaticEPLayer, fixture: Fixture) -> Tensor:
+def aliased(layer: EPLayer, fixture: Fixture) -> Tensor:
     """One rank's sum from the routing that names local experts only."""
-    local = alias_foreign(fixture.topk_ids, fixture.topk_weights, layer.shard)
-    assert layer.shard.fused is not None
-    values = layer.shard.fused.fused(fixture.hidden_states, local.slots, local.weights)
+    local = alias_foreign(fixture.topk_ids, fixture.topk_weights, layer.experts.shard)
+    assert layer.experts.shard.fused is not None
+    values = layer.experts.shard.fused.fused(fixture.hidden_states, local.slots, local.weights)
     return torch.where(local.has_local, values, 0.0)
 
 
@@ -146,7 +148,7 @@ def test_aliased_ids_let_no_nan_of_another_expert_through() -> None:
 
 def test_aliasing_is_traced_without_a_break() -> None:
     fixture = small_fixture(5)
-    shard = rank_layer(fixture, 2, 1).shard
+    shard = rank_layer(fixture, 2, 1).experts.shard
     routing = (fixture.topk_ids, fixture.topk_weights)
     traced = torch.compile(alias_foreign, backend="eager", fullgraph=True)(*routing, shard)
     plain = alias_foreign(*routing, shard)

@@ -6,7 +6,7 @@ from layer_factory import shard_of, tokens_of
 from oracle import assert_close, expert, make_fixture
 
 from vllm_moe_ep.config import EPConfig
-from vllm_moe_ep.layers.experts import run_experts
+from vllm_moe_ep.layers.strategy_experts import run_experts
 
 NUM_ROWS = 100_000
 

@@ -11,7 +11,8 @@ from torch.autograd.profiler import profile
 
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.ep_layer import EPLayer
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.quant.formats import QuantFormat
 
 NUM_ROWS, HIDDEN, WIDTH, NUM_EXPERTS = 1024, 512, 256, 4
@@ -40,9 +41,9 @@ def test_the_record_sees_what_operators_hold_inside() -> None:
     assert _peak_bytes(lambda: op(rows, (1, 8), 448.0, True, False)) > 2 * 32_000
 
 
-def _check(layer: StaticEPLayer, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor):  # type: ignore[no-untyped-def]
+def _check(layer: EPLayer, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor):  # type: ignore[no-untyped-def]
     def step() -> torch.Tensor:
-        return layer.routed_partial(rows, ids, weights, capacity=NUM_ROWS)
+        return layer(rows, ids, weights, capacity=NUM_ROWS)
 
     step()
     peak = _peak_bytes(step)
@@ -75,7 +76,7 @@ def test_quantised_experts(strategy: str, fmt: QuantFormat, activation: QuantFor
     quantised = make_quantised(fmt, NUM_ROWS, torch.bfloat16, HIDDEN, WIDTH, NUM_EXPERTS)
     floats = quantised.floats
     floats.topk_ids[0] = -1
-    layer = StaticEPLayer(
+    layer = strategy_layer(
         config_of(floats, max_num_tokens=NUM_ROWS),
         local_of(floats, 1, 0),
         experts_of(quantised, list(range(NUM_EXPERTS)), activation),

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.layers.expert_weights import ExpertLinears
-from vllm_moe_ep.layers.shared_expert import SharedExpert
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.shared_expert import SharedExpert, prepare_shared
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.placement import ExpertPlacement
 from vllm_moe_ep.quant.formats import QuantFormat
 
@@ -99,8 +99,8 @@ def _run(shape: Shape, fixture: Fixture, linears: Any, ep_config: EPConfig) -> l
     def step(ours: SimulatedRank) -> tuple[Tensor, Counter[str]]:
         local = placement.local(ours.token_rank * ours.replica_size + ours.replica_rank)
         weights: ExpertLinears = linears(local)
-        layer = StaticEPLayer(config_of(fixture), local, weights, ours, ep_config)
-        shared = layer.prepare_shared(whole)
+        layer = strategy_layer(config_of(fixture), local, weights, ours, ep_config)
+        shared = prepare_shared(whole, ours)
         rows = [part[ours.token_rank] for part in parts]
         output = layer(*rows, capacity=capacity, shared=shared, shared_is_partial=shared.is_partial)
         return output, ours.counts

@@ -24,8 +24,8 @@ from torch import Tensor
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.layers.expert_shard import ExpertShard
-from vllm_moe_ep.layers.experts import run_experts
 from vllm_moe_ep.layers.quantised_experts import BlockFp8Experts, Fp4Experts
+from vllm_moe_ep.layers.strategy_experts import run_experts
 from vllm_moe_ep.quant.formats import FORMATS, FP4_1X32, FP8_128X128, QuantFormat
 from vllm_moe_ep_kernels.host import block_linear as host_block_linear
 

@@ -12,7 +12,8 @@ from torch.fx.experimental import _config as symbolic_shapes_config
 
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.ep_layer import EPLayer
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.placement import LocalExperts
 from vllm_moe_ep.quant.formats import FP4_1X32, FP8_1X32_UE8M0, FP8_128X128, QuantFormat
 
@@ -40,10 +41,10 @@ def _layer(
     strategy: str,
     activation: QuantFormat | None,
     global_ids: tuple[int, ...],
-) -> StaticEPLayer:
+) -> EPLayer:
     """Two or more slots; those past the local experts are unused."""
     slots = [*global_ids, *[0] * (2 - len(global_ids))]
-    return StaticEPLayer(
+    return strategy_layer(
         config_of(fixture.floats),
         LocalExperts(4, global_ids),
         experts_of(fixture, slots, activation),
@@ -52,7 +53,7 @@ def _layer(
     )
 
 
-def _step_of(layer: StaticEPLayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _step_of(layer: EPLayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def step(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         capacity = hidden_states.shape[0]
         return layer.step(hidden_states, topk_ids, topk_weights, capacity=capacity).hidden_states
@@ -93,7 +94,7 @@ def test_lowered_code_equals_eager(
 
 
 class _Module(torch.nn.Module):
-    def __init__(self, layer: StaticEPLayer) -> None:
+    def __init__(self, layer: EPLayer) -> None:
         super().__init__()
         self.step = _step_of(layer)
 

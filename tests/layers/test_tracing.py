@@ -13,13 +13,14 @@ from torch.fx.experimental import _config as symbolic_shapes_config
 
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
+from vllm_moe_ep.layers.ep_layer import EPLayer
 from vllm_moe_ep.layers.regions import (
     AFTER_COMBINE,
     BEFORE_COMBINE,
     BEFORE_EXPERTS,
     no_split,
 )
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.placement import LocalExperts
 
 STATIC = ["dense", "gated", "grouped"]
@@ -39,7 +40,7 @@ def _fixture(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Fixture:
     )
 
 
-def _step_of(layer: StaticEPLayer) -> Step:
+def _step_of(layer: EPLayer) -> Step:
     def step(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         capacity = hidden_states.shape[0]
         shared = hidden_states * 0.5
@@ -175,7 +176,7 @@ def test_a_step_splits_at_its_boundaries_only() -> None:
 
 
 class _Module(torch.nn.Module):
-    def __init__(self, layer: StaticEPLayer) -> None:
+    def __init__(self, layer: EPLayer) -> None:
         super().__init__()
         self.layer = layer
 
@@ -191,7 +192,7 @@ def test_every_rank_exports_the_same_graph(strategy: str) -> None:
     for global_ids in ((0, 1), (2, 3), (3,)):
         local = LocalExperts(4, global_ids)
         slots = LocalExperts(4, (global_ids + (0,))[:2])
-        layer = StaticEPLayer(
+        layer = strategy_layer(
             config_of(fixture),
             local,
             linears_of(fixture, slots),

@@ -13,8 +13,9 @@ from quantised_factory import QuantisedFixture, cast_of, make_quantised, random_
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.errors import UnsupportedError
+from vllm_moe_ep.layers.ep_layer import EPLayer
 from vllm_moe_ep.layers.kernel_experts import KernelExperts
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.placement import LocalExperts
 from vllm_moe_ep.quant.formats import FORMATS, QuantFormat
 from vllm_moe_ep_kernels.host.linears import HostLinears
@@ -79,7 +80,7 @@ def test_swiglu(linears: Linears, limit: float | None) -> None:
     assert (actual[2] == 0).all()
 
 
-def _layer(fixture: QuantisedFixture, linears: Linears, strategy: str) -> StaticEPLayer:
+def _layer(fixture: QuantisedFixture, linears: Linears, strategy: str) -> EPLayer:
     config = config_of(fixture.floats)
     num_experts = config.num_experts
     experts = KernelExperts(
@@ -91,7 +92,7 @@ def _layer(fixture: QuantisedFixture, linears: Linears, strategy: str) -> Static
         config,
         fixture.fmt.block_size,
     )
-    return StaticEPLayer(
+    return strategy_layer(
         config,
         LocalExperts(num_experts, tuple(range(num_experts))),
         experts,

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
-from vllm_moe_ep.layers.experts import automatic_capacity, run_experts
 from vllm_moe_ep.layers.gather import gather_tokens
 from vllm_moe_ep.layers.shared_expert import SharedExpert, slice_shared_expert
+from vllm_moe_ep.layers.strategy_experts import automatic_capacity, run_experts
 from vllm_moe_ep.plan import costs
 from vllm_moe_ep.plan.costs import Spread
 from vllm_moe_ep.plan.model import ModelShape

@@ -8,7 +8,7 @@ from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig, MoEConfig
 from vllm_moe_ep.deepgemm.hopper_experts import HopperWeights
 from vllm_moe_ep.layers.expert_weights import ExpertLinears, FloatExperts
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.placement import ExpertPlacement
 
 FORMATS = ("bf16", "fp32")
@@ -41,14 +41,14 @@ def _packed(config: MoEConfig, weights: HopperWeights) -> Any | None:
 
 
 def _way(config: MoEConfig, linears: ExpertLinears, strategy: str) -> Way:
-    layer = StaticEPLayer(
+    layer = strategy_layer(
         config,
         ExpertPlacement.linear(config.num_experts, 1).local(0),
         linears,
         SingleProcess(),
         EPConfig(experts=strategy),
     )
-    return lambda tokens: layer.routed_partial(
+    return lambda tokens: layer(
         tokens.hidden_states,
         tokens.topk_ids,
         tokens.topk_weights,

@@ -47,7 +47,13 @@ class FusedExperts(Protocol):
     """Weights that an engine's grouped kernel takes, activation and weighting included.
 
     Only the ragged strategy can use them.
+
+    Attributes:
+        max_aliased_rows: most rows for which ``LocalRouting`` costs less than leaving out the
+            pairs that are not local.
     """
+
+    max_aliased_rows: int
 
     def fused(self, rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         """Sum over k of weights[:, k] * expert slots[:, k] of the row.

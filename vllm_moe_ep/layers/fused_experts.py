@@ -1,33 +1,16 @@
 """Routed rows through a grouped kernel that takes only experts of this rank."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.expert_weights import FusedExperts
 from vllm_moe_ep.layers.ragged_plan import one_row_weights
-from vllm_moe_ep.stages import RoutedTokens
+from vllm_moe_ep.stages import LocalRouting, RoutedTokens
 
 MAX_PAIRS = 512
 """Of one call of the kernel, whose memory grows with them. Measured at 64 experts of 1024 x 512:
 calls of fewer pairs cost up to 15 % more time, one call of 8192 pairs 10 % more."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRouting:
-    """Routing that names no expert but this rank's, for `FusedExperts.fused`.
-
-    Attributes:
-        slots: int32 [rows, top_k].
-        weights: fp32 [rows, top_k], 0 where the id was not of this rank.
-        has_local: bool [rows, 1], False for rows without any expert here: drop what they get.
-    """
-
-    slots: Tensor
-    weights: Tensor
-    has_local: Tensor
 
 
 def alias_foreign(topk_ids: Tensor, topk_weights: Tensor, shard: ExpertShard) -> LocalRouting:
@@ -56,8 +39,11 @@ def fused_rows(tokens: RoutedTokens, shard: ExpertShard, experts: FusedExperts) 
     The kernel would read out of bounds for an id that is not local, and a weight of 0 would
     still let the NaN of a foreign expert through: it gets the local (row, expert) pairs only.
     """
-    hidden_states = tokens.hidden_states
+    hidden_states, local = tokens.hidden_states, tokens.local
     num_rows, top_k = tokens.topk_ids.shape
+    if local is not None and num_rows <= experts.max_aliased_rows:
+        values = experts.fused(hidden_states, local.slots, local.weights)
+        return torch.where(local.has_local, values, 0.0).float()
     if num_rows == 1:
         return _one_row(tokens, shard, experts)
     slots = shard.slots_by_id(tokens.topk_ids).flatten()

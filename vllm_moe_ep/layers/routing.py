@@ -32,4 +32,5 @@ def mask_padding(tokens: RoutedTokens, valid: Tensor) -> RoutedTokens:
         tokens,
         topk_ids=ids.masked_fill(padding, NO_EXPERT),
         topk_weights=tokens.topk_weights.masked_fill(padding, 0.0),
+        local=None,
     )

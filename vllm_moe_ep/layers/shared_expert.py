@@ -1,11 +1,14 @@
 """The shared experts of a layer, whole or as one rank's slice."""
 
+import logging
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from vllm_moe_ep.collectives import Collectives
 from vllm_moe_ep.layers.products import Matrix, product
 from vllm_moe_ep.quant.cast import quantise_dequantise
 from vllm_moe_ep.quant.formats import QuantFormat
@@ -13,6 +16,8 @@ from vllm_moe_ep.quant.weight import Quantised
 from vllm_moe_ep_kernels.host.swiglu import swiglu
 
 SLICE_WIDTH = 128
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,26 @@ def why_not_sliced(width: int, replica_size: int, is_enabled: bool = True) -> st
             f"{replica_size} ranks"
         )
     return None
+
+
+@cache
+def _log_whole_shared_expert(reason: str) -> None:
+    logger.info("Each rank computes the whole shared expert: %s.", reason)
+
+
+def prepare_shared(
+    whole: SharedExpert, collectives: Collectives, is_enabled: bool = True
+) -> SharedExpert:
+    """This rank's part of the layer's shared experts, to be made once when weights are loaded.
+
+    A slice where ``why_not_sliced`` has no objection, and else ``whole``: the log says why.
+    ``refresh_slice`` brings later weights into it.
+    """
+    reason = why_not_sliced(whole.width, collectives.replica_size, is_enabled)
+    if reason is not None:
+        _log_whole_shared_expert(reason)
+        return whole
+    return slice_shared_expert(whole, collectives.replica_size, collectives.replica_rank)
 
 
 def slice_shared_expert(

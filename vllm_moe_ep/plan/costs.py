@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass
 
 from vllm_moe_ep.device_groups import why_flat
-from vllm_moe_ep.layers.experts import automatic_capacity
 from vllm_moe_ep.layers.gather import row_bytes
 from vllm_moe_ep.layers.shared_expert import SLICE_WIDTH, why_not_sliced
+from vllm_moe_ep.layers.strategy_experts import automatic_capacity
 from vllm_moe_ep.plan.model import WEIGHT_BYTES, ModelShape
 from vllm_moe_ep.plan.platforms import Platform
 

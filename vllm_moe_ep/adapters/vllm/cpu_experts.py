@@ -47,12 +47,13 @@ class PackedCpuExperts:
     Attributes as in `layers.expert_weights.ExpertLinears`.
     """
 
-    def __init__(self, layer: Any, isa: str) -> None:
+    def __init__(self, layer: Any, isa: str, config: MoEConfig) -> None:
         # vLLM swaps parameters when it reloads weights: look them up at each call.
         self._parameters = layer._parameters
         self._isa = isa
         # The overload itself: a small decode step feels the look-up that vLLM's wrapper makes.
         self._kernel = torch.ops._C.cpu_fused_moe.default
+        self.max_aliased_rows = max_aliased_rows(config)
         self.num_slots: int = layer.w13_weight.shape[0]
         self.device = layer.w13_weight.device
         self.hidden_dtype = self.activation_dtype = layer.w13_weight.dtype

@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm._custom_ops import CPUQuantMethod, fused_experts_cpu
 from vllm.model_executor.utils import replace_parameter
 
+from vllm_moe_ep.adapters.vllm.cpu_experts import max_aliased_rows
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.quant.cast import dequantise, quantise
 from vllm_moe_ep.quant.formats import FP8_128X128
@@ -29,8 +30,9 @@ class PackedFp8Experts:
     Attributes as in `layers.expert_weights.ExpertLinears`.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, config: MoEConfig) -> None:
         self._layer = layer
+        self.max_aliased_rows = max_aliased_rows(config)
         self.num_slots: int = layer.w13_weight.shape[0]
         self.device = layer.w13_weight.device
         self.hidden_dtype = self.activation_dtype = torch.bfloat16

@@ -8,7 +8,6 @@ from vllm.logger import init_logger
 
 from vllm_moe_ep.adapters.vllm import engine_config
 from vllm_moe_ep.adapters.vllm.cuda_warmup import warm_up
-from vllm_moe_ep.adapters.vllm.groups import layer_collectives
 from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.deepgemm.blackwell_experts import BlackwellExperts
 from vllm_moe_ep.deepgemm.experts_by_size import ExpertsBySize
@@ -28,13 +27,14 @@ from vllm_moe_ep.deepgemm.row_kernels import load_row_kernels
 from vllm_moe_ep.deepgemm.symbols import SET_ALIGNMENT
 from vllm_moe_ep.deepgemm.weight_scales import ScaledWeight, prepare_fp8_weight
 from vllm_moe_ep.errors import UnsupportedError
-from vllm_moe_ep.layers.kernel_ep import KernelEPLayer
+from vllm_moe_ep.layers.device_experts import DeviceExperts
+from vllm_moe_ep.layers.ep_layer import EPLayer
 from vllm_moe_ep.stages import RoutedTokens
 
 logger = init_logger("vllm.vllm_moe_ep")
 
 
-def build_layer(layer: Any, config: MoEConfig) -> KernelEPLayer:
+def build_layer(layer: Any, config: MoEConfig) -> EPLayer:
     """The layer over the weights of `layer`, held by reference, and compiled for its sizes.
 
     Args:
@@ -54,14 +54,11 @@ def build_layer(layer: Any, config: MoEConfig) -> KernelEPLayer:
         _engine_experts(layer, weights, entries),
         _few_row_experts(layer, weights, entries, config.num_experts),
     )
-    built = KernelEPLayer(
-        config,
-        experts,
-        layer_collectives(),
-        engine_config.ep_config_of(layer.settings),
-    )
+    ep_config = engine_config.ep_config_of(layer.settings)
+    built = EPLayer(config, DeviceExperts(experts), layer.collectives, ep_config)
     logger.info_once("static-ep: experts by size: %s", _described(entries))
-    warm_up(built, layer.capture_sizes, entries, weights)
+    token_size = layer.collectives.token_size
+    warm_up(experts, config, token_size, layer.capture_sizes, entries, weights)
     return built
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from vllm.logger import init_logger
 
+from vllm_moe_ep.config import MoEConfig
 from vllm_moe_ep.deepgemm.build_lock import exclusive_lock
 from vllm_moe_ep.deepgemm.hopper_experts import HopperWeights
 from vllm_moe_ep.deepgemm.library import kernel_cache
 from vllm_moe_ep.deepgemm.path_table import Entry, first_tokens
-from vllm_moe_ep.layers.kernel_ep import KernelEPLayer
+from vllm_moe_ep.layers.device_experts import DeviceKernel
 from vllm_moe_ep.stages import RoutedTokens
 
 logger = init_logger("vllm.vllm_moe_ep")
@@ -49,7 +50,9 @@ def warmup_rows(
 
 
 def warm_up(
-    layer: KernelEPLayer,
+    experts: DeviceKernel,
+    config: MoEConfig,
+    token_size: int,
     capture_sizes: Iterable[int],
     entries: tuple[Entry, ...],
     weights: HopperWeights,
@@ -62,7 +65,6 @@ def warm_up(
     Raises:
         TimeoutError: another rank compiles for longer than ten minutes.
     """
-    config = layer.config
     key = (config, weights.is_fp8, weights.tensors[0].shape, entries)
     if key in _warmed:
         return
@@ -72,14 +74,12 @@ def warm_up(
         for entry in entries
         if entry.min_rows_per_expert > 0
     ]
-    sizes = warmup_rows(
-        capture_sizes, config.max_num_tokens, layer.collectives.token_size, boundaries
-    )
+    sizes = warmup_rows(capture_sizes, config.max_num_tokens, token_size, boundaries)
     started = time.monotonic()
     device = weights.tensors[0].device
     with exclusive_lock(Path(kernel_cache()) / _LOCK):
         for size in sizes:
-            layer.experts(_tokens(size, layer, device))
+            experts(_tokens(size, config, device))
         torch.accelerator.synchronize()
     elapsed_s = time.monotonic() - started
     logger.info_once(
@@ -91,13 +91,12 @@ def warm_up(
     )
 
 
-def _tokens(num_rows: int, layer: KernelEPLayer, device: torch.device) -> RoutedTokens:
-    """Rows spread evenly over all experts."""
-    config = layer.config
+def _tokens(num_rows: int, config: MoEConfig, device: torch.device) -> RoutedTokens:
+    """bf16 rows spread evenly over all experts."""
     size = (num_rows, config.top_k)
     pairs = torch.arange(num_rows * config.top_k, device=device, dtype=torch.int32)
     return RoutedTokens(
-        torch.zeros(num_rows, config.hidden_size, device=device, dtype=layer.hidden_dtype),
+        torch.zeros(num_rows, config.hidden_size, device=device, dtype=torch.bfloat16),
         (pairs % config.num_experts).view(size),
         # While weights are loaded, torch's default dtype is the model's.
         torch.full(size, 1 / config.top_k, device=device, dtype=torch.float32),

@@ -11,7 +11,7 @@ from vllm_moe_ep.adapters.vllm.choice import backend_of, is_chosen, normalize
 from vllm_moe_ep.adapters.vllm.cpu_attention import avoid_amx_attention
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.deepgemm.library import check_deep_gemm
-from vllm_moe_ep.envs import OVERRIDE_KEY, Settings, load_settings
+from vllm_moe_ep.envs import OVERRIDE_KEY, Settings, given_names, load_settings
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.hardware import Hardware, probe, require_layer
 
@@ -28,9 +28,17 @@ and is accepted, without effect, by every device communicator.
 
 def settings_of(vllm_config: Any) -> Settings:
     """The settings in force for this engine: environment, then `additional_config`."""
+    return load_settings(_overrides(vllm_config))
+
+
+def given_settings(vllm_config: Any) -> set[str]:
+    """Names of the settings that somebody set for this engine."""
+    return given_names(_overrides(vllm_config))
+
+
+def _overrides(vllm_config: Any) -> Any:
     additional = vllm_config.additional_config
-    overrides = additional.get(OVERRIDE_KEY) if isinstance(additional, dict) else None
-    return load_settings(overrides)
+    return additional.get(OVERRIDE_KEY) if isinstance(additional, dict) else None
 
 
 def ep_config_of(settings: Settings) -> EPConfig:
@@ -46,7 +54,6 @@ def ep_config_of(settings: Settings) -> EPConfig:
         max_gated_rows=settings.gated_max_rows,
         expert_capacity=settings.expert_capacity,
         forced_gate=None if settings.forced_gate == "off" else int(settings.forced_gate),
-        shared_slices=settings.shared_slices,
     )
 
 

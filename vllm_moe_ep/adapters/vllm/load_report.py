@@ -8,7 +8,9 @@ from typing import Any
 from vllm_moe_ep.adapters.vllm import engine_config, failed_hooks
 from vllm_moe_ep.adapters.vllm.choice import is_chosen
 from vllm_moe_ep.adapters.vllm.needed_cures import prepare_for
+from vllm_moe_ep.adapters.vllm.settings_report import LayerFacts, idle_settings
 from vllm_moe_ep.adapters.vllm.wrapping import argument
+from vllm_moe_ep.envs import Settings
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.hardware import probe, require_layer
 
@@ -70,3 +72,24 @@ def report(model: Any, vllm_config: Any, is_draft: bool) -> None:
     )
     if stock:
         logger.warning("static-ep: left on vLLM's own layer as allowed: %s", ", ".join(stock))
+    if ours:
+        facts = _facts(ours[0], settings, len(stock))
+        for sentence in idle_settings(engine_config.given_settings(vllm_config), facts):
+            logger.warning("static-ep: %s", sentence)
+
+
+def _facts(layer: Any, settings: Settings, num_stock: int) -> LayerFacts:
+    from vllm.distributed import get_dp_group, get_tp_group
+
+    from vllm_moe_ep.adapters.vllm.groups import why_sum_is_flat
+
+    return LayerFacts(
+        platform=probe(settings.platform).kind,
+        experts=settings.experts,
+        token_size=get_dp_group().world_size,
+        replica_size=get_tp_group().world_size,
+        has_shared=layer.has_shared,
+        why_flat=why_sum_is_flat(),
+        is_hierarchical=settings.hierarchical_all_reduce,
+        num_stock=num_stock,
+    )

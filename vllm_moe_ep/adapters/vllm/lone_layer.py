@@ -119,4 +119,4 @@ def packed_cpu_experts(config: MoEConfig, weights: HopperWeights) -> Any | None:
         packed = cpu_experts.cpu_prepack_moe_weight(getattr(layer, name), isa)
         setattr(layer, name, packed)
     layer._parameters = {"w13_weight": layer.w13_weight, "w2_weight": layer.w2_weight}
-    return cpu_experts.PackedCpuExperts(layer, isa)
+    return cpu_experts.PackedCpuExperts(layer, isa, config)

@@ -57,14 +57,27 @@ HOOKS = (
     Hook(
         "vllm.model_executor.models.deepseek_v2",
         "vllm.model_executor.models.deepseek_v2.FusedMoEFactory",
-        "moe_factory._with_our_experts",
-        parameters=("routed_experts_cls", "routed_experts_args"),
+        "moe_factory.with_our_experts",
+        parameters=("runner_cls", "routed_experts_cls", "routed_experts_args"),
+    ),
+    Hook(
+        "vllm.model_executor.models.deepseek_v2",
+        "vllm.model_executor.models.deepseek_v2.DeepseekV2MLP.__init__",
+        "moe_factory.with_whole_shared",
+        parameters=("is_sequence_parallel", "prefix"),
     ),
     Hook(
         f"{_V4_CPU}.model",
         f"{_V4_CPU}.model.FusedMoEFactory",
-        "moe_factory._with_our_experts",
-        parameters=("routed_experts_cls", "routed_experts_args"),
+        "moe_factory.with_our_experts",
+        parameters=("runner_cls", "routed_experts_cls", "routed_experts_args"),
+        platform="cpu",
+    ),
+    Hook(
+        f"{_V4_CPU}.model",
+        f"{_V4_CPU}.model.DeepseekV4MLP.__init__",
+        "moe_factory.with_whole_shared",
+        parameters=("is_sequence_parallel", "prefix"),
         platform="cpu",
     ),
     Hook(

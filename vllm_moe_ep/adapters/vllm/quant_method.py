@@ -50,7 +50,7 @@ class StaticEPMethod(FusedMoEMethodBase):
     def expert_weights(self, layer: Any, config: MoEConfig) -> ExpertLinears:
         """The layer's parameters, held by reference."""
         if self._isa is not None:
-            return cpu_experts.PackedCpuExperts(layer, self._isa)
+            return cpu_experts.PackedCpuExperts(layer, self._isa, config)
         return FloatExperts(layer.w13_weight, layer.w2_weight, config)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
@@ -65,4 +65,5 @@ class StaticEPMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        return layer.routed_sum(x, topk_weights, topk_ids)
+        """Never called: `StaticEPRunner` hands the step to the layer itself."""
+        raise RuntimeError(f"{layer.layer_name} was run by another runner than static-ep's.")

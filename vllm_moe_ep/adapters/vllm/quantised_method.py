@@ -58,7 +58,7 @@ class StaticEPFp8Method(StaticEPMethod):
 
     def expert_weights(self, layer: Any, config: MoEConfig) -> ExpertLinears:
         if self._is_packed:
-            return cpu_fp8_experts.PackedFp8Experts(layer)
+            return cpu_fp8_experts.PackedFp8Experts(layer, config)
         return BlockFp8Experts(
             layer.w13_weight,
             layer.w13_weight_scale_inv,

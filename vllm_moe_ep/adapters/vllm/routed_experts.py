@@ -1,8 +1,7 @@
 """The experts module that DeepSeek's MoE layers get when static-ep is chosen.
 
-vLLM's runner keeps the gate, the router, the shared expert, the routed scaling factor and the
-all-reduce over tensor-parallel ranks. This module owns what lies between: moving tokens over
-data-parallel ranks, and the local experts.
+It holds the expert weights as vLLM loads them, and the layer that is built over them. The layer's
+step, shared experts and sums included, is called by `runner.StaticEPRunner`.
 """
 
 from typing import Any
@@ -13,19 +12,20 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from vllm_moe_ep.adapters.vllm import cpu_experts, cuda_method, engine_config, stock_guard
+from vllm_moe_ep.adapters.vllm import cuda_method, engine_config, stock_guard
 from vllm_moe_ep.adapters.vllm.capacity import largest_capacity, step_capacity
-from vllm_moe_ep.adapters.vllm.custom_op import routed_experts
 from vllm_moe_ep.adapters.vllm.expert_format import expert_format
-from vllm_moe_ep.adapters.vllm.groups import describe_groups, layer_collectives
+from vllm_moe_ep.adapters.vllm.groups import layer_collectives
 from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod
 from vllm_moe_ep.adapters.vllm.quantised_method import method_for
+from vllm_moe_ep.collectives import TorchDistributed
 from vllm_moe_ep.config import MoEConfig
+from vllm_moe_ep.layers.ep_layer import EPLayer, SharedExperts
 from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.fused_experts import alias_foreign
-from vllm_moe_ep.layers.kernel_ep import KernelEPLayer
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.strategy_experts import StrategyExperts
 from vllm_moe_ep.placement import LocalExperts
+from vllm_moe_ep.stages import LocalRouting
 
 
 class StaticEPRoutedExperts(RoutedExperts):
@@ -33,10 +33,11 @@ class StaticEPRoutedExperts(RoutedExperts):
 
     Attributes:
         refusal: why this layer stays on vLLM's own experts; None when it is ours.
-        static_layer: the layer, built once the weights are loaded.
+        has_shared: whether the layer has shared experts.
+        shared_is_partial: whether each tensor-parallel rank computes a part of them.
+        ep_layer: the layer, built once the weights are loaded.
         packed_shard: the experts of vLLM's grouped CPU kernel, where it takes whole steps of few
             rows.
-        max_aliased_rows: how many rows these are.
     """
 
     quant_method: FusedMoEMethodBase
@@ -54,9 +55,9 @@ class StaticEPRoutedExperts(RoutedExperts):
         self.max_num_tokens = largest_capacity(
             scheduler_config.max_num_batched_tokens, self.settings.min_capacity
         )
-        self.static_layer: StaticEPLayer | KernelEPLayer | None = None
+        self.has_shared = self.shared_is_partial = False
+        self.ep_layer: EPLayer | None = None
         self.packed_shard: ExpertShard | None = None
-        self.max_aliased_rows = 0
         self._held: list[torch.Tensor | None] = []
 
     def _get_quant_method(
@@ -86,8 +87,16 @@ class StaticEPRoutedExperts(RoutedExperts):
     @property
     def groups_summary(self) -> str:
         """How experts and tokens are spread over ranks, for the log."""
-        experts = f"{self.local_num_experts} of {self.global_num_experts} experts on this rank"
-        return f"{experts}, {describe_groups()}"
+        parts = [f"{self.local_num_experts} of {self.global_num_experts} experts on this rank"]
+        if self.has_shared and self.moe_config.tp_size > 1:
+            how = "split over" if self.shared_is_partial else "whole on each of"
+            parts.append(f"shared experts {how} {self.moe_config.tp_size} ranks")
+        return ", ".join([*parts, self.collectives.summary])
+
+    @property
+    def collectives(self) -> TorchDistributed:
+        """What this layer's ranks exchange in a step."""
+        return layer_collectives(with_sum=not self.moe_config.skip_final_all_reduce)
 
     @property
     def moe_shape(self) -> MoEConfig:
@@ -109,20 +118,14 @@ class StaticEPRoutedExperts(RoutedExperts):
             # Only here: it needs Triton and vLLM's kernels for GPUs.
             from vllm_moe_ep.adapters.vllm import cuda_experts
 
-            self.static_layer = cuda_experts.build_layer(self, config)
+            self.ep_layer = cuda_experts.build_layer(self, config)
             return
-        collectives = layer_collectives()
-        static_layer = StaticEPLayer(
-            config,
-            self.placement,
-            self.quant_method.expert_weights(self, config),
-            collectives,
-            engine_config.ep_config_of(self.settings),
-        )
-        self.static_layer = static_layer
-        if static_layer.shard.fused is not None and collectives.token_size == 1:
-            self.packed_shard = static_layer.shard
-            self.max_aliased_rows = cpu_experts.max_aliased_rows(config)
+        ep_config = engine_config.ep_config_of(self.settings)
+        linears = self.quant_method.expert_weights(self, config)
+        experts = StrategyExperts(config, self.placement, linears, ep_config)
+        self.ep_layer = EPLayer(config, experts, self.collectives, ep_config)
+        if experts.shard.fused is not None and self.collectives.token_size == 1:
+            self.packed_shard = experts.shard
         self._held = self._parameters_in_use()
 
     def _parameters_in_use(self) -> list[torch.Tensor | None]:
@@ -135,24 +138,23 @@ class StaticEPRoutedExperts(RoutedExperts):
         It loads into temporary parameters, has them processed, which builds the layer, copies
         the outcome into the first ones and puts those back.
         """
-        if isinstance(self.static_layer, KernelEPLayer):
+        if not self._held:
             return
         in_use = self._parameters_in_use()
         if any(now is not held for now, held in zip(in_use, self._held, strict=True)):
             self.build_layer()
 
-    def routed_sum(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """The part of the step that vLLM traces; shapes as in `custom_op.routed_experts`."""
+    def local_routing(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> list[torch.Tensor] | None:
+        """The parts of a `LocalRouting`, where vLLM's grouped kernel takes small steps by it.
+
+        Traced, these few operations on ids cost far less than inside the opaque op.
+        """
         if self.packed_shard is None:
-            return routed_experts(hidden_states, topk_weights, topk_ids, self.layer_name)
-        # Traced, these few operations on ids cost far less than inside the opaque op.
+            return None
         local = alias_foreign(topk_ids, topk_weights, self.packed_shard)
-        values = routed_experts(
-            hidden_states, topk_weights, topk_ids, self.layer_name, local.weights, local.slots
-        )
-        return torch.where(local.has_local, values, 0.0)
+        return [local.slots, local.weights, local.has_local]
 
     def compute(
         self,
@@ -160,18 +162,23 @@ class StaticEPRoutedExperts(RoutedExperts):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         context: ForwardContext,
+        shared: SharedExperts | None = None,
+        local: LocalRouting | None = None,
     ) -> torch.Tensor:
-        """Routed sum of one step; shapes and dtypes as in `custom_op.routed_experts`."""
-        if self.static_layer is None:
+        """Output of one step; shapes and dtypes as in `custom_op.moe_step`."""
+        if self.ep_layer is None:
             raise RuntimeError(f"{self.layer_name} was called before its weights were loaded.")
         self._follow_parameters()
         num_tokens = hidden_states.shape[0]
-        return self.static_layer.routed_partial(
+        return self.ep_layer.forward(
             hidden_states,
             topk_ids,
             topk_weights,
             capacity=step_capacity(num_tokens, context.dp_metadata, self.settings.min_capacity),
             valid=_valid_rows(context, num_tokens),
+            shared=shared,
+            shared_is_partial=self.shared_is_partial,
+            local=local,
         )
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from vllm_moe_ep.collectives import TorchDistributed
 from vllm_moe_ep.config import EPConfig
+from vllm_moe_ep.layers.ep_layer import EPLayer
 from vllm_moe_ep.layers.shared_expert import SharedExpert, slice_shared_expert
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.placement import ExpertPlacement
 
 Layout = tuple[int, int]
@@ -41,7 +42,7 @@ def _small(num_tokens: int, dtype: torch.dtype = torch.float32, num_experts: int
     )
 
 
-def _layer(worker: Worker, layout: Layout, fixture: Fixture, **ep_options: Any) -> StaticEPLayer:
+def _layer(worker: Worker, layout: Layout, fixture: Fixture, **ep_options: Any) -> EPLayer:
     groups = worker.layouts[layout]
     ep_config = EPConfig(**{"expert_capacity": 64, **ep_options})
     collectives = TorchDistributed(groups.token_group, groups.replica_group)
@@ -60,39 +61,27 @@ def _by_token_rank(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
 def one_step(
     worker: Worker, layout: Layout, fixture: Fixture, counts: Sequence[int], ep_options: dict
 ) -> dict[str, Any]:
-    """A whole step and its routed part, with what they entered."""
+    """A whole step, with what it entered."""
     layer = _layer(worker, layout, fixture, **ep_options)
     rows = _own_rows(fixture, counts, layer.collectives.token_rank)
-    capacity = max(*counts, 1)
-    output = layer(*rows, capacity=capacity)
-    counted = layer.collectives.counts.copy()
-    partial = layer.routed_partial(*rows, capacity=capacity, out_dtype=torch.float32)
-    partial_counted = layer.collectives.counts - counted
-    return {
-        "output": output,
-        "partial": partial,
-        "counts": counted,
-        "partial_counts": partial_counted,
-    }
+    output = layer(*rows, capacity=max(*counts, 1))
+    return {"output": output, "counts": layer.collectives.counts}
 
 
-def _counts_of_a_step(layout: Layout, with_flag: bool) -> tuple[Counter[str], Counter[str]]:
-    """Collectives of a whole step and of its routed part.
+def _counts_of_a_step(layout: Layout, with_flag: bool) -> Counter[str]:
+    """Collectives of a step.
 
-    The overflow flag of grouped experts is one collective per group, except in a whole step on
-    replicated tokens: there it travels in the all-reduce.
+    The overflow flag of grouped experts is one collective per group, except on replicated tokens:
+    there it travels in the all-reduce.
     """
-    routed: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     if layout[0] > 1:
-        routed.update(all_gather=1, reduce_scatter=1)
-    whole = routed.copy()
+        counts.update(all_gather=1, reduce_scatter=1)
     if layout[1] > 1:
-        whole.update(all_reduce=1)
-    if with_flag:
-        num_groups = (layout[0] > 1) + (layout[1] > 1)
-        routed.update(all_reduce_max=num_groups)
-        whole.update(all_reduce_max=num_groups if layout[0] > 1 else 0)
-    return +whole, routed
+        counts.update(all_reduce=1)
+    if with_flag and layout[0] > 1:
+        counts.update(all_reduce_max=1 + (layout[1] > 1))
+    return counts
 
 
 def _check_step(
@@ -102,18 +91,11 @@ def _check_step(
     counts: Sequence[int],
     with_flag: bool = False,
 ) -> None:
-    token_size, replica_size = layout
     expected = _by_token_rank(fixture.routed(), counts)
-    whole_counts, partial_counts = _counts_of_a_step(layout, with_flag)
     for rank, result in enumerate(results):
         assert result["output"].dtype == fixture.dtype
-        assert_close(result["output"], expected[rank // replica_size], fixture.dtype)
-        assert result["counts"] == whole_counts
-        assert result["partial_counts"] == partial_counts
-    for token_rank in range(token_size):
-        peers = results[token_rank * replica_size : (token_rank + 1) * replica_size]
-        summed = sum((peer["partial"] for peer in peers), start=torch.zeros(counts[token_rank], 32))
-        assert_close(summed, expected[token_rank], fixture.dtype)
+        assert_close(result["output"], expected[rank // layout[1]], fixture.dtype)
+        assert result["counts"] == _counts_of_a_step(layout, with_flag)
 
 
 @each_layout
@@ -184,9 +166,8 @@ def test_rows_without_experts(
     _check_step(results, layout, fixture, counts)
     for rank, result in enumerate(results):
         own_empty = _by_token_rank(empty, counts)[rank // layout[1]]
-        for name in ("output", "partial"):
-            zeros = torch.zeros(int(own_empty.sum()), 32)
-            assert torch.equal(result[name][own_empty].float(), zeros)
+        zeros = torch.zeros(int(own_empty.sum()), 32)
+        assert torch.equal(result["output"][own_empty].float(), zeros)
 
 
 @each_layout
@@ -259,7 +240,7 @@ def test_sequence_of_idle_and_busy_ranks(
             assert (output.shape, output.dtype) == ((counts[token_rank], 32), torch.float32)
             own = _by_token_rank(expected[: sum(counts)], counts)[token_rank]
             assert_close(output, own, torch.float32)
-        assert counters == [dict(_counts_of_a_step(layout, False)[0])] * (repeats * len(sequence))
+        assert counters == [dict(_counts_of_a_step(layout, False))] * (repeats * len(sequence))
 
 
 def placed_step(worker: Worker, fixture: Fixture, placement: ExpertPlacement) -> Tensor:
@@ -268,7 +249,7 @@ def placed_step(worker: Worker, fixture: Fixture, placement: ExpertPlacement) ->
     ours = TorchDistributed(groups.token_group, groups.replica_group)
     local = placement.local(worker.rank)
     linears = linears_of(fixture, local)
-    layer = StaticEPLayer(config_of(fixture), local, linears, ours)
+    layer = strategy_layer(config_of(fixture), local, linears, ours)
     return layer(*_own_rows(fixture, [5, 5], ours.token_rank), capacity=8)
 
 
@@ -358,12 +339,10 @@ def test_grouped_overflow_on_one_rank(processes: ProcessPool, layout: Layout) ->
     options = {"experts": "grouped", "expert_capacity": 5}
     results = processes.run(one_step, num_ranks, layout, fixture, counts, options)
     expected = _by_token_rank(fixture.routed(), counts)
-    grouped, partial_counts = _counts_of_a_step(layout, True)
-    dense, _ = _counts_of_a_step(layout, False)
+    grouped, dense = (_counts_of_a_step(layout, flag) for flag in (True, False))
     for rank, result in enumerate(results):
         assert_close(result["output"], expected[rank // layout[1]], torch.float32)
         assert result["counts"] == grouped + dense
-        assert result["partial_counts"] == partial_counts
 
 
 def at_capacity(
@@ -372,10 +351,10 @@ def at_capacity(
     layer = _layer(worker, layout, fixture)
     counts = [capacity] * layout[0]
     rows = _own_rows(fixture, counts, layer.collectives.token_rank)
-    output = layer.routed_partial(*rows, capacity=capacity)
+    output = layer(*rows, capacity=capacity)
     before = layer.collectives.counts.copy()
     try:
-        layer.routed_partial(*rows, capacity=capacity - 1)
+        layer(*rows, capacity=capacity - 1)
     except ValueError as error:
         return output, str(error), dict(layer.collectives.counts - before)
     return output, "", {}

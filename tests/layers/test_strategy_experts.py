@@ -11,8 +11,8 @@ from torch import Tensor
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.layers.expert_shard import ExpertShard
 from vllm_moe_ep.layers.expert_weights import FloatExperts
-from vllm_moe_ep.layers.experts import automatic_capacity, choose_strategy, run_experts
 from vllm_moe_ep.layers.row_parts import FEWEST_ROWS
+from vllm_moe_ep.layers.strategy_experts import automatic_capacity, choose_strategy, run_experts
 from vllm_moe_ep.placement import LocalExperts
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

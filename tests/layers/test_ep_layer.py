@@ -12,10 +12,12 @@ from torch import Tensor
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.errors import UnsupportedError
-from vllm_moe_ep.layers import static_ep
+from vllm_moe_ep.layers import shared_expert as shared_expert_module
+from vllm_moe_ep.layers import strategy_experts
+from vllm_moe_ep.layers.ep_layer import EPLayer
 from vllm_moe_ep.layers.expert_weights import FloatExperts
-from vllm_moe_ep.layers.shared_expert import SharedExpert
-from vllm_moe_ep.layers.static_ep import StaticEPLayer
+from vllm_moe_ep.layers.shared_expert import SharedExpert, prepare_shared
+from vllm_moe_ep.layers.strategy_experts import strategy_layer
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -29,9 +31,9 @@ def _small(num_tokens: int, dtype: torch.dtype = torch.float32, top_k: int = 4) 
     return make_fixture(dtype, num_tokens, hidden_size=16, moe_intermediate_size=8, top_k=top_k)
 
 
-def _partial(layer: StaticEPLayer, fixture: Fixture, **options: object) -> Tensor:
+def _output(layer: EPLayer, fixture: Fixture, **options: object) -> Tensor:
     options = {"capacity": len(fixture.hidden_states), **options}
-    return layer.routed_partial(
+    return layer(
         fixture.hidden_states,
         fixture.topk_ids,
         fixture.topk_weights,
@@ -45,12 +47,9 @@ def test_fixture_s(strategy: str, dtype: torch.dtype) -> None:
     fixture = make_fixture(dtype)
     layer = layer_of(fixture, _ep_config(strategy))
     expected = fixture.routed()
-    actual = _partial(layer, fixture)
+    actual = _output(layer, fixture)
     assert actual.dtype == dtype
     assert_close(actual, expected, dtype)
-    in_fp32 = _partial(layer, fixture, out_dtype=torch.float32)
-    assert in_fp32.dtype == torch.float32
-    assert torch.equal(in_fp32.to(dtype), actual)
 
 
 @each_strategy
@@ -83,7 +82,7 @@ def test_valid_mask_disagrees_with_the_ids(strategy: str) -> None:
     fixture.topk_ids[2] = -1
     valid = torch.tensor([True, True, True, False, True, False, True, True])
     layer = layer_of(fixture, _ep_config(strategy))
-    actual = _partial(layer, fixture, valid=valid)
+    actual = _output(layer, fixture, valid=valid)
     expected = fixture.routed()
     expected[[3, 5]] = 0
     assert_close(actual, expected, torch.float32)
@@ -93,7 +92,7 @@ def test_valid_mask_disagrees_with_the_ids(strategy: str) -> None:
 def test_valid_mask_on_unsigned_ids() -> None:
     fixture = _small(2)
     unsigned = replace(fixture, topk_ids=fixture.topk_ids.to(torch.uint32))
-    actual = _partial(layer_of(fixture), unsigned, valid=torch.tensor([True, False]))
+    actual = _output(layer_of(fixture), unsigned, valid=torch.tensor([True, False]))
     assert_close(actual[:1], fixture.routed()[:1], torch.float32)
     assert torch.equal(actual[1], torch.zeros(16))
 
@@ -119,27 +118,25 @@ def test_shared_expert_is_added_once(strategy: str, dtype: torch.dtype, as_tenso
         assert_close(actual, expected, dtype)
 
 
-@pytest.mark.parametrize("whole_step", [False, True])
-def test_grouped_reruns_dense_after_an_overflow(whole_step: bool) -> None:
+def test_grouped_reruns_dense_after_an_overflow() -> None:
     fixture = _small(12)
     fixture.topk_ids[:, 0] = 7
     layer = layer_of(fixture, _ep_config("grouped", expert_capacity=3))
     arguments = (fixture.hidden_states, fixture.topk_ids, fixture.topk_weights)
     step = layer.step(*arguments, capacity=12)
     assert step.overflow is not None and step.overflow.tolist() == [1]
-    call = layer.forward if whole_step else layer.routed_partial
-    assert_close(call(*arguments, capacity=12), fixture.routed(), torch.float32)
+    assert_close(layer(*arguments, capacity=12), fixture.routed(), torch.float32)
 
 
 def test_weights_are_held_by_reference() -> None:
     fixture = _small(4)
     local = local_of(fixture, 1, 0)
     linears = FloatExperts(fixture.w13_weight, fixture.w2_weight, config_of(fixture))
-    layer = StaticEPLayer(config_of(fixture), local, linears, SingleProcess())
-    _partial(layer, fixture)
+    layer = strategy_layer(config_of(fixture), local, linears, SingleProcess())
+    _output(layer, fixture)
     fixture.w13_weight.mul_(-0.5)
     fixture.w2_weight.data = fixture.w2_weight * 3
-    assert_close(_partial(layer, fixture), fixture.routed(), torch.float32)
+    assert_close(_output(layer, fixture), fixture.routed(), torch.float32)
 
 
 @pytest.mark.parametrize("num_tokens", [33, 256])
@@ -147,11 +144,11 @@ def test_too_many_tokens(num_tokens: int) -> None:
     """Nothing is sized by a maximum: the largest capacity works, one row more says so."""
     fixture = _small(num_tokens)
     layer = layer_of(fixture, max_num_tokens=num_tokens)
-    assert_close(_partial(layer, fixture), fixture.routed(), torch.float32)
+    assert_close(_output(layer, fixture), fixture.routed(), torch.float32)
     with pytest.raises(ValueError, match=f"{num_tokens} tokens, .* capacity is {num_tokens - 1}"):
-        _partial(layer, fixture, capacity=num_tokens - 1)
+        _output(layer, fixture, capacity=num_tokens - 1)
     with pytest.raises(ValueError, match=f"{num_tokens + 1} rows, .* set up for {num_tokens}"):
-        _partial(layer, fixture, capacity=num_tokens + 1)
+        _output(layer, fixture, capacity=num_tokens + 1)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +167,7 @@ def test_refused_inputs(change: dict[str, Tensor], text: str) -> None:
     fixture = _small(4)
     layer = layer_of(fixture)
     with pytest.raises(ValueError, match=text):
-        _partial(layer, replace(fixture, **change), capacity=4)
+        _output(layer, replace(fixture, **change), capacity=4)
 
 
 def test_refused_weights() -> None:
@@ -189,21 +186,21 @@ def test_refused_weights() -> None:
         FloatExperts(w13, w2.half(), config)
     other = local_of(make_fixture(num_tokens=1, num_experts=8), 1, 0)
     with pytest.raises(ValueError, match="of 8 experts, but the config has 16"):
-        StaticEPLayer(config, other, linears_of(fixture, other), SingleProcess())
+        strategy_layer(config, other, linears_of(fixture, other), SingleProcess())
 
 
 @pytest.mark.parametrize("forced_gate", [0, 1])
 def test_forced_gate_warns(forced_gate: int, caplog: pytest.LogCaptureFixture) -> None:
     """Once, however many layers there are."""
     fixture = _small(4)
-    static_ep._warn_of_forced_gate.cache_clear()
+    strategy_experts._warn_of_forced_gate.cache_clear()
     with caplog.at_level(logging.WARNING):
         layer_of(fixture, EPConfig(experts="gated", forced_gate=forced_gate))
         layer = layer_of(fixture, EPConfig(experts="gated", forced_gate=forced_gate))
     (record,) = caplog.records
     said = record.getMessage()
     assert f"forced to {forced_gate}" in said and "results are wrong" in said
-    actual = _partial(layer, fixture)
+    actual = _output(layer, fixture)
     if forced_gate:
         assert_close(actual, fixture.routed(), torch.float32)
     else:
@@ -242,13 +239,11 @@ def test_shared_expert_is_sliced_or_the_log_says_why_not(
 ) -> None:
     fixture = _small(4)
     whole = SharedExpert(torch.randn(2 * width, 16), torch.randn(16, width))
-    static_ep._log_whole_shared_expert.cache_clear()
+    shared_expert_module._log_whole_shared_expert.cache_clear()
     parts = []
     with caplog.at_level(logging.INFO):
         for rank in range(replica_size):
-            ep_config = EPConfig(shared_slices=is_enabled)
-            layer = layer_of(fixture, ep_config, Replicas(replica_size, rank))
-            parts.append(layer.prepare_shared(whole))
+            parts.append(prepare_shared(whole, Replicas(replica_size, rank), is_enabled))
     assert all(part.is_partial == (reason is None) for part in parts)
     if reason is None:
         outputs = [part(fixture.hidden_states) for part in parts]
