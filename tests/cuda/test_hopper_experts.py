@@ -32,17 +32,23 @@ def stored(weight: Tensor) -> tuple[ScaledWeight, Tensor]:
 
 
 def experts_of(
-    fixture: Fixture, form: str, expert_map: Tensor | None = None
+    fixture: Fixture,
+    form: str,
+    expert_map: Tensor | None = None,
+    max_pass_rows: int | None = None,
 ) -> tuple[HopperExperts, Fixture]:
     """The experts, and the fixture whose answer they give."""
     kernels = load_row_kernels("triton_kernels")
     if form == "bf16":
         weights = HopperWeights(fixture.w13_weight, fixture.w2_weight)
-        return HopperExperts(deep_gemm("bf16"), weights, kernels, expert_map), fixture
+        bundle = deep_gemm("bf16")
+        experts = HopperExperts(bundle, weights, kernels, expert_map, max_pass_rows=max_pass_rows)
+        return experts, fixture
     w13, w13_numbers = stored(fixture.w13_weight)
     w2, w2_numbers = stored(fixture.w2_weight)
     numbers = replace(fixture, w13_weight=w13_numbers, w2_weight=w2_numbers)
-    experts = HopperExperts(deep_gemm("fp8_block"), HopperWeights(w13, w2), kernels, expert_map)
+    bundle, weights = deep_gemm("fp8_block"), HopperWeights(w13, w2)
+    experts = HopperExperts(bundle, weights, kernels, expert_map, max_pass_rows=max_pass_rows)
     return experts, numbers
 
 
@@ -93,6 +99,24 @@ def test_a_share_of_the_experts(form: str) -> None:
     whole13[held], whole2[held] = answer.w13_weight.float(), answer.w2_weight.float()
     wanted = expected(replace(fixture, w13_weight=whole13, w2_weight=whole2))
     assert rel_l2(experts(tokens_of(fixture), 64), wanted) <= LIMITS[form]
+
+
+@each_form
+@each_alignment
+def test_passes_share_one_block(form: str, alignment: int) -> None:
+    experts, answer = experts_of(random_fixture(900, 1024, 512), form, max_pass_rows=256)
+    tokens = tokens_of(answer)
+    assert rel_l2(experts(tokens, alignment), expected(answer)) <= LIMITS[form]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    output = experts(tokens, alignment)
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - held - output.nbytes
+    block = experts.workspace_bytes(900, tokens.topk_ids.shape[1], alignment)
+    # Beside the block: where each pair's row is, and where each expert's rows end.
+    assert block <= taken <= block + 2**20
+    assert block < experts_of(answer, form)[0].workspace_bytes(900, 8, alignment)
 
 
 @each_form
