@@ -15,7 +15,7 @@ from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.layers.gather import gather_tokens
 from vllm_moe_ep.layers.shared_expert import SharedExpert, slice_shared_expert
-from vllm_moe_ep.layers.strategy_experts import automatic_capacity, run_experts
+from vllm_moe_ep.layers.strategy_experts import run_experts
 from vllm_moe_ep.plan import costs
 from vllm_moe_ep.plan.costs import Spread
 from vllm_moe_ep.plan.model import ModelShape
@@ -141,35 +141,6 @@ def test_collectives(spread: Spread, number: int, seconds: float | None) -> None
     """The sum in two steps wants whole devices, more than one, and replicated tokens."""
     assert costs.num_collectives(spread) == number
     assert seconds is None or costs.collective_seconds(spread, TRN2) == seconds
-
-
-@pytest.mark.parametrize(("num_experts", "top_k"), [(256, 8), (16, 4), (384, 6), (2, 1), (4, 4)])
-def test_where_gates_stop_paying_by_search(num_experts: int, top_k: int) -> None:
-    model = _shape(num_experts=num_experts, top_k=top_k)
-    found = costs.gated_until(model)
-    skipped = [1 - costs.share_hit(model, num_rows) for num_rows in range(found + 2)]
-    assert skipped[found + 1] < 0.1
-    assert found == 0 or skipped[found] >= 0.1
-
-
-@pytest.mark.parametrize("expert_format", ["bf16", "fp4"])
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_where_grouping_pays(expert_format: str, top_k: int) -> None:
-    """Dense experts are bound by products from peak * bytes / (2 * bandwidth) rows on."""
-    model = _shape(num_experts=64, top_k=top_k, expert_format=expert_format)
-    found = costs.grouped_from(model, TRN2)
-    per_number = model.expert_bytes / model.expert_numbers
-    bound = TRN2.flops * per_number / (2 * TRN2.bytes_per_s)
-    candidates = (
-        num_rows
-        for num_rows in range(1, 10_000)
-        if num_rows > bound and automatic_capacity(num_rows, top_k, 64) < num_rows
-    )
-    assert found == next(candidates)
-
-
-def test_grouping_never_pays_where_every_row_meets_a_quarter_of_the_experts() -> None:
-    assert costs.grouped_from(_shape(), TRN2, most_rows=2000) is None
 
 
 def test_activation_bytes() -> None:

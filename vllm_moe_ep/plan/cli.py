@@ -10,6 +10,7 @@ from vllm_moe_ep.plan.costs import Spread
 from vllm_moe_ep.plan.kernels import KernelCost, kernel_costs
 from vllm_moe_ep.plan.model import ModelShape, read_shape
 from vllm_moe_ep.plan.platforms import PLATFORMS, Platform
+from vllm_moe_ep.plan.times import MOST_ROWS, break_evens, experts_seconds
 
 _GIB, _MIB = 2**30, 2**20
 # Far above what is served, and below what sums of floats can hold.
@@ -72,34 +73,31 @@ def _lines(model: ModelShape, spread: Spread, num_rows: int, platform: Platform)
     kernels = kernel_costs(model, spread, num_rows) if platform.has_nki_kernels else []
     for strategy in STRATEGIES:
         read = model.num_layers * costs.read_bytes(model, spread, num_rows, strategy)
-        seconds = model.num_layers * costs.experts_seconds(
-            model, spread, num_rows, strategy, platform
-        )
-        if strategy != "grouped" and kernels and kernels[0].refusal is None:
-            visited = costs.computed_experts(model, spread, num_rows, strategy)
-            seconds = model.num_layers * kernels[0].critical(visited)[1] / 1e6
+        seconds = model.num_layers * experts_seconds(model, spread, num_rows, strategy, platform)
         yield (
             f"  {strategy:8} {read / _GIB:8.3f} GiB; experts {seconds * 1e3:8.2f} ms at "
             f"{costs.computed_rows(model, num_rows, strategy)} rows each"
         )
     if platform.has_nki_kernels:
-        yield from _kernel_lines(model, spread, num_rows, kernels)
+        yield from _kernel_lines(model, spread, kernels)
     yield from _collective_lines(model, spread, num_rows, platform)
-    grouped = costs.grouped_from(model, platform)
-    yield "Break-even:"
-    yield f"  gated skips a tenth of the experts up to {costs.gated_until(model)} rows"
-    yield "  grouped beats dense " + (f"from {grouped} rows" if grouped else "at no size")
+    found = break_evens(model, spread, platform)
+    yield f"Break-even, by these times at up to {MOST_ROWS} rows:"
+    yield "  gates save a tenth of dense experts' time " + (
+        f"up to {found.gated_until} rows" if found.gated_until else "at no size"
+    )
+    yield "  grouped beats dense " + (
+        f"from {found.grouped_from} rows on" if found.grouped_from else "at no size for good"
+    )
 
 
-def _kernel_lines(
-    model: ModelShape, spread: Spread, num_rows: int, kernels: list[KernelCost]
-) -> Iterator[str]:
-    """Per form of the weights: the bound of each engine, the critical one, and a step."""
+def _kernel_lines(model: ModelShape, spread: Spread, kernels: list[KernelCost]) -> Iterator[str]:
+    """Per form of the weights: the bound of each engine, the critical one, and a call."""
     yield "NKI expert kernels, bounds by counts of their emulator (none is a measurement):"
     if not kernels:
         yield f"  none for {model.expert_format} experts: only bandwidth and operations count"
-    hit = costs.computed_experts(model, spread, num_rows, "gated")
     for cost in kernels:
+        hit = costs.computed_experts(model, spread, cost.num_rows, "gated")
         if cost.refusal is not None:
             yield f"  {cost.form}: none, {cost.refusal}"
             continue
@@ -107,8 +105,8 @@ def _kernel_lines(
         each = ", ".join(f"{engine} {bound:.1f}" for engine, bound in cost.each_us.items())
         yield f"  {cost.form}: us per hit expert: {each}"
         yield (
-            f"    gated step, {hit:.2f} hit experts a layer: {model.num_layers * micros / 1e3:.2f} "
-            f"ms, bound by {name}"
+            f"    gated, calls of {cost.num_rows} rows, {hit:.2f} hit experts a layer: "
+            f"{model.num_layers * micros / 1e3:.2f} ms, bound by {name}"
         )
 
 

@@ -4,7 +4,6 @@ Routing is taken as uniform: each token chooses top_k different experts, all cho
 Rows are those of all token ranks together.
 """
 
-import math
 from dataclasses import dataclass
 
 from vllm_moe_ep.device_groups import why_flat
@@ -17,8 +16,6 @@ from vllm_moe_ep.plan.platforms import Platform
 _FP32_BYTES = 4
 _BF16_BYTES = 2
 _INT32_BYTES = 4
-# Below this share of skipped experts a gate is not worth its place in the graph.
-_LEAST_SKIPPED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ def routed_flops(model: ModelShape, spread: Spread, num_rows: int, strategy: str
     return experts * computed_rows(model, num_rows, strategy) * 2 * model.expert_numbers
 
 
-def experts_seconds(
+def roofline_seconds(
     model: ModelShape, spread: Spread, num_rows: int, strategy: str, platform: Platform
 ) -> float:
     """One layer's routed experts: the longer of reading the weights and multiplying."""
@@ -125,26 +122,3 @@ def collective_seconds(spread: Spread, platform: Platform) -> float:
     if spread.is_replicated and why_flat(*sizes) is None:
         return platform.hierarchical_collective_s
     return platform.flat_collective_s
-
-
-def gated_until(model: ModelShape) -> int:
-    """Most rows at which gates still skip a tenth of the experts."""
-    share_missed = 1 - model.top_k / model.num_experts
-    if share_missed == 0:
-        return 0
-    # The tiny addition keeps a quotient that is whole from falling below it by rounding.
-    return math.floor(math.log(_LEAST_SKIPPED) / math.log(share_missed) + 1e-9)
-
-
-def grouped_from(model: ModelShape, platform: Platform, most_rows: int = 2**16) -> int | None:
-    """Fewest rows from which grouping is faster: dense experts are then bound by their products,
-    and the capacity is below the rows. None: at no number up to ``most_rows``."""
-    spread = Spread(1)
-    for num_rows in range(1, most_rows + 1):
-        seconds = {
-            strategy: experts_seconds(model, spread, num_rows, strategy, platform)
-            for strategy in ("dense", "grouped")
-        }
-        if seconds["grouped"] < seconds["dense"]:
-            return num_rows
-    return None

@@ -13,6 +13,7 @@ from vllm_moe_ep_kernels.nki.expert_cost import (
     expert_cost,
     refusal,
 )
+from vllm_moe_ep_kernels.nki.experts import MAX_ROWS
 
 _FP8_BLOCKS = WeightForm(is_fp4=False, columns_per_scale=128, is_scale_per_row=False)
 _FP4 = WeightForm(is_fp4=True, columns_per_scale=32, is_scale_per_row=True, scale_bytes=1)
@@ -27,21 +28,23 @@ FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """Of one rank.
+    """Of one call on one rank.
 
     Attributes:
         form: how the weights are held, for people.
-        base_us, each_us: bounds per engine of a call, and of each expert that it visits.
+        num_rows: of the call; a step with more makes several.
+        base_us, each_us: bounds per engine of the call, and of each expert that it visits.
         refusal: why there is no kernel; then the bounds are empty.
     """
 
     form: str
+    num_rows: int
     base_us: dict[str, float]
     each_us: dict[str, float]
     refusal: str | None = None
 
     def bounds_us(self, num_experts: float) -> dict[str, float]:
-        """Least time of each resource for a layer that visits so many experts."""
+        """Least time of each resource for a call that visits so many experts."""
         return {
             name: self.base_us[name] + num_experts * self.each_us[name] for name in self.each_us
         }
@@ -53,15 +56,26 @@ class KernelCost:
         return name, bounds[name]
 
 
-def kernel_costs(model: ModelShape, spread: Spread, num_rows: int) -> list[KernelCost]:
-    """One for each form that the experts can have; empty where no kernel reads their format."""
-    shape = ExpertShape(num_rows, model.hidden_size, model.moe_intermediate_size)
+def kernel_costs(
+    model: ModelShape, spread: Spread, num_rows: int, has_own_rows: bool = False
+) -> list[KernelCost]:
+    """One call for each form that the experts can have; empty where no kernel reads their format.
+
+    Args:
+        num_rows: of the step; a call takes at most MAX_ROWS of them.
+        has_own_rows: whether each expert has such a number of rows of its own (grouped experts).
+    """
+    rows = min(num_rows, MAX_ROWS)
+    shape = ExpertShape(
+        rows, model.hidden_size, model.moe_intermediate_size, has_own_rows=has_own_rows
+    )
     found = []
     for name, form in FORMS.get(model.expert_format, {}).items():
         reason = refusal(shape, form)
         if reason is not None:
-            found.append(KernelCost(name, {}, {}, reason))
+            found.append(KernelCost(name, rows, {}, {}, reason))
             continue
         base: Tally = base_cost(shape, costs.local_experts(model, spread))
-        found.append(KernelCost(name, base.bounds_us(), expert_cost(shape, form).bounds_us()))
+        each = expert_cost(shape, form)
+        found.append(KernelCost(name, rows, base.bounds_us(), each.bounds_us()))
     return found
