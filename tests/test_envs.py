@@ -59,6 +59,14 @@ def test_unknown_environment_variable_suggests_the_near_one() -> None:
         load_settings(environ={"VLLM_MOE_EP_EXPERT": "dense"})
 
 
+@pytest.mark.parametrize("name", ["NOPE", "X", "", "CUDA", "MODE"])
+def test_no_name_is_suggested_that_is_not_alike(name: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(environ={f"VLLM_MOE_EP_{name}": "1"})
+    assert "did you mean" not in str(caught.value)
+    assert f"VLLM_MOE_EP_{name} is unknown: Known are VLLM_MOE_EP_PLATFORM" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -67,6 +75,8 @@ def test_unknown_environment_variable_suggests_the_near_one() -> None:
         ({"min_capacity": 1.5}, "moe_ep.min_capacity"),
         ({"experts": 3}, "moe_ep.experts"),
         ({"allow_stock": 2}, "moe_ep.allow_stock"),
+        ({"min_capacity": 2**31}, "an integer from 1 to 2147483647"),
+        ({"min_capacity": [16]}, "min_capacity=list is not allowed"),
         ([1], "moe_ep"),
     ],
 )

@@ -16,6 +16,8 @@ from vllm_moe_ep.errors import SettingsError
 PREFIX = "VLLM_MOE_EP_"
 OVERRIDE_KEY = "moe_ep"
 
+_LARGEST_INTEGER = 2**31 - 1
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -43,8 +45,8 @@ class Variable:
         if self.choices:
             return ", ".join(self.choices)
         if self.minimum is not None:
-            return f"an integer of at least {self.minimum}"
-        return "an integer"
+            return f"an integer from {self.minimum} to {_LARGEST_INTEGER}"
+        return f"an integer up to {_LARGEST_INTEGER}"
 
     def parse(self, value: object, source: str) -> bool | int | str:
         """Return `value` as this setting's type.
@@ -56,7 +58,8 @@ class Variable:
         """
         parsed = self._convert(value)
         if parsed is None:
-            raise SettingsError(f"{source}={value!r} is not allowed: use {self.allowed}.")
+            found = type(value).__name__ if isinstance(value, list | dict) else repr(value)
+            raise SettingsError(f"{source}={found} is not allowed: use {self.allowed}.")
         return parsed
 
     def _convert(self, value: object) -> bool | int | str | None:
@@ -64,8 +67,9 @@ class Variable:
             return _to_bool(value)
         if self.kind is int:
             number = _to_int(value)
-            too_small = number is not None and self.minimum is not None and number < self.minimum
-            return None if too_small else number
+            if number is None or number > _LARGEST_INTEGER:
+                return None
+            return None if self.minimum is not None and number < self.minimum else number
         text = value.strip().lower() if isinstance(value, str) else None
         return text if text in self.choices else None
 
@@ -243,8 +247,8 @@ def load_settings(
     overrides = {} if overrides is None else overrides
     if not isinstance(overrides, Mapping):
         raise SettingsError(
-            f"additional-config key {OVERRIDE_KEY!r} holds {type(overrides).__name__} "
-            f"{overrides!r}: give an object such as {{'experts': 'auto'}}."
+            f"additional-config key {OVERRIDE_KEY!r} holds {type(overrides).__name__}: give an "
+            "object such as {'experts': 'auto'}."
         )
     for name in environ:
         if name.startswith(PREFIX):
@@ -291,8 +295,9 @@ def _known(name: str, source: str, prefix: str) -> Variable:
     if name in _BY_NAME:
         return _BY_NAME[name]
     spelled = {_spell(known, prefix): known for known in _BY_NAME}
-    near = difflib.get_close_matches(_spell(name, prefix), spelled, n=1, cutoff=0.8)
-    hint = f"did you mean {near[0]}? " if near else ""
+    # Without the prefix, which makes any two names alike.
+    near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.75)
+    hint = f"did you mean {_spell(near[0], prefix)}? " if near else ""
     raise SettingsError(f"{source} is unknown: {hint}Known are {', '.join(spelled)}.")
 
 
