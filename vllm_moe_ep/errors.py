@@ -28,3 +28,7 @@ class SettingsError(Exception):
     The text names the setting, the value found and the values accepted. Never caught to fall
     back: a typo must not turn into a default.
     """
+
+
+class CheckpointError(Exception):
+    """A checkpoint is damaged or incomplete. The text names the file, or the tensors and where."""

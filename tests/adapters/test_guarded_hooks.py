@@ -20,7 +20,7 @@ from vllm.config import set_current_vllm_config
 from vllm_neuron_stand_in import PACKAGES
 
 from tests.adapters.conftest import MakeConfig
-from vllm_moe_ep.adapters.vllm import failed_hooks, hooks, plugin, plugin_filter, wrapping
+from vllm_moe_ep.adapters.vllm import cures, failed_hooks, hooks, plugin, plugin_filter, wrapping
 from vllm_moe_ep.adapters.vllm.hooks import Hook
 from vllm_moe_ep.errors import UnsupportedError
 
@@ -40,7 +40,8 @@ each_wrap = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def _nothing_failed_before() -> Iterator[None]:
+def _nothing_failed_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cures, "_active", set())
     failed_hooks.forget()
     yield
     failed_hooks.forget()

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_moe_ep import BACKEND_NAME, __version__
 from vllm_moe_ep.adapters.vllm import backend_name, failed_hooks, hooks, neuron_config
+from vllm_moe_ep.adapters.vllm.checkpoint_files import check_checkpoint
 from vllm_moe_ep.adapters.vllm.choice import backend_of, is_chosen, normalize
 from vllm_moe_ep.adapters.vllm.cpu_attention import avoid_amx_attention
 from vllm_moe_ep.config import EPConfig
@@ -84,6 +85,7 @@ def prepare(vllm_config: Any) -> None:
     Raises:
         UnsupportedError: what was asked for cannot run; names the option to change.
         SettingsError: a setting is unknown or has a value that is not allowed.
+        CheckpointError: a file of the checkpoint is damaged or missing.
     """
     failed_hooks.refuse_if_any()
     settings = settings_of(vllm_config)
@@ -101,6 +103,7 @@ def prepare(vllm_config: Any) -> None:
     vllm_config.kernel_config.moe_backend = BACKEND_NAME
     for reason in _refusals(vllm_config):
         raise UnsupportedError(f"--moe-backend static-ep cannot serve this: {reason}")
+    check_checkpoint(vllm_config.model_config, vllm_config.load_config)
     _keep_tokens_replicated(vllm_config.parallel_config)
     _place_experts(vllm_config, settings.placement)
 

@@ -10,10 +10,10 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from vllm_moe_ep.adapters.vllm import cuda_method, engine_config, stock_guard
 from vllm_moe_ep.adapters.vllm.capacity import largest_capacity, step_capacity
+from vllm_moe_ep.adapters.vllm.checked_experts import CheckedRoutedExperts
 from vllm_moe_ep.adapters.vllm.expert_format import expert_format
 from vllm_moe_ep.adapters.vllm.groups import layer_collectives
 from vllm_moe_ep.adapters.vllm.quant_method import StaticEPMethod
@@ -28,7 +28,7 @@ from vllm_moe_ep.placement import LocalExperts
 from vllm_moe_ep.stages import LocalRouting
 
 
-class StaticEPRoutedExperts(RoutedExperts):
+class StaticEPRoutedExperts(CheckedRoutedExperts):
     """vLLM's `RoutedExperts` (weights and their loading) computed by the static EP layer.
 
     Attributes:
@@ -113,6 +113,7 @@ class StaticEPRoutedExperts(RoutedExperts):
     def build_layer(self) -> None:
         """Build the layer over the loaded weights, which it holds by reference."""
         assert isinstance(self.quant_method, StaticEPMethod)
+        self.require_loaded()
         config = self.moe_shape
         if cuda_method.is_chosen(self.settings):
             # Only here: it needs Triton and vLLM's kernels for GPUs.
