@@ -49,6 +49,20 @@ def test_values(fmt: QuantFormat, num_rows: int) -> None:
     assert rel_l2(result.output, _expected(rows, exact)) <= 1e-3
 
 
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (256, 128)])
+def test_scales_of_32_columns_that_were_joined(n: int, k: int) -> None:
+    """As bytes, and as fp32 where they do not fill lanes of four."""
+    fmt = FORMATS["fp8_1x32_ue8m0"]
+    codes = torch.randint(0x28, 0x78, (1, n, k), dtype=torch.uint8)
+    scale = torch.randint(112, 115, (1, n, k // 32), dtype=torch.uint8)
+    weight = prepare(codes.numpy(), scale.numpy(), fmt.block_size, is_fp4=False)
+    assert weight.scales.shape[-1] == n // 128 * k // 128
+    rows = torch.randn(9, k)
+    result = run_kernel(block_linear, 2, x=rows, **_arguments(weight))
+    exact = quant_oracle.dequantise(codes[0].view(torch.float8_e4m3fn), scale[0], *fmt.block_size)
+    assert rel_l2(result.output, _expected(rows, exact)) <= 1e-3
+
+
 @pytest.mark.parametrize("num_cores", [1, 2])
 @pytest.mark.parametrize("k_parts", [1, 2])
 @pytest.mark.parametrize("is_interleaved", [False, True])

@@ -153,6 +153,50 @@ def test_joined_scales_keep_nan() -> None:
     assert joined[0, 0, 3] == 0xFF and joined[0, 0, 40] == 0x7F and num_inexact == 0
 
 
+def _joinable(num_experts: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of three bits and more above the smallest, under scales within two powers of two."""
+    rng = np.random.default_rng()
+    codes = rng.integers(0x28, 0x78, (num_experts, 256, 512), dtype=np.uint8)
+    scale = rng.integers(118, 121, (num_experts, 256, 16), dtype=np.uint8)
+    return codes, scale
+
+
+def test_scales_are_joined_where_no_number_changes() -> None:
+    codes, scale = _joinable()
+    joined, wide, num_inexact = join_scales(codes, scale)
+    assert num_inexact == 0
+    actual = prepare(codes, scale, (1, 32), is_fp4=False)
+    expected = prepare(joined, wide, (1, 128), is_fp4=False)
+    assert actual.scales.shape[-1] == 2 * 4
+    np.testing.assert_array_equal(actual.codes, expected.codes)
+    np.testing.assert_array_equal(actual.scales, expected.scales)
+    assert actual.num_inexact == 0
+
+
+@pytest.mark.parametrize("change", ["join", "halving", "fp32"])
+def test_scales_stay_where_a_number_would_change(change: str) -> None:
+    """One number of the second expert is enough."""
+    codes, scale = _joinable()
+    if change == "join":
+        scale[1, 5, 0:4], codes[1, 5, 3] = (118, 120, 120, 120), 0x01
+    elif change == "halving":
+        # Halved because of its neighbour's 448, which it need not be under a scale of its own.
+        scale[1, 5, 0:4], codes[1, 5, [3, 40]] = 120, (0x01, 0x7E)
+    factors = np.exp2(scale.astype(np.float32) - 127) if change == "fp32" else scale
+    weight = prepare(codes, factors, (1, 32), is_fp4=False)
+    assert weight.scales.shape[-1] == 2 * 16
+
+
+def test_bytes_of_scales_that_do_not_fill_lanes_become_fp32() -> None:
+    codes = np.full((1, 256, 128), 0x38, np.uint8)
+    scale = np.full((1, 256, 1), 120, np.uint8)
+    scale[0, 3] = 0
+    weight = prepare(codes, scale, (1, 128), is_fp4=False)
+    assert weight.scales.dtype == np.float32
+    assert weight.scales[0, 0, 3, 0] == 0 and weight.scales[0, 0, 4, 0] == 2.0**-7
+    assert weight.num_inexact == 128
+
+
 def test_panels_are_large_enough() -> None:
     assert panel_blocks(16, 7168) == 1
     assert panel_blocks(56, 1024) == 4

@@ -6,6 +6,8 @@ from numpy.typing import NDArray
 _LARGEST_E8M0 = 254
 _NAN_E8M0 = 255
 _NAN_E4M3 = 0x7F
+# So many powers of two below its scale, no e4m3 number leaves anything.
+_VANISHING_SHIFT = 20
 # Unpacked FP4 numbers are e5m2 bit patterns of 2**-14 times the number.
 FP4_SHIFT = 14
 
@@ -52,7 +54,9 @@ def expand_fp4(
     codes = np.stack([values & 0xF, values >> 4], axis=-1).reshape(*values.shape[:2], -1)
     check_e8m0(scale, np.array(FP4_SHIFT), name)
     # The largest number, 6, becomes 192; 0.5 becomes 16 times 2**-down, a subnormal from 2**-7 on.
-    expanded, base, num_inexact = _with_one_scale_of_four(halves[codes & 7] * 16.0, scale)
+    expanded, base, num_inexact = _with_one_scale_of_four(
+        (codes & 7).astype(np.uint8), halves * 16.0, scale
+    )
     return (expanded | (codes & 8) << 4).astype(np.uint8), (base - 5).clip(0), num_inexact
 
 
@@ -68,23 +72,31 @@ def join_scales(
         codes: OCP e4m3 [experts, n, k]; scale: UE8M0 [experts, n, k / 32], k a multiple of 128.
     """
     check_e8m0(scale, np.array(0), name)
+    numbers = _e4m3_numbers(np.arange(_NAN_E4M3 + 1, dtype=np.uint8))
+    numbers[_NAN_E4M3] = np.nan
     magnitude = (codes & 0x7F).astype(np.uint8)
-    joined, base, num_inexact = _with_one_scale_of_four(_e4m3_numbers(magnitude), scale)
-    is_nan = magnitude == _NAN_E4M3
-    num_inexact -= int((is_nan & (joined != magnitude)).sum())
-    return (np.where(is_nan, magnitude, joined) | codes & 0x80).astype(np.uint8), base, num_inexact
+    joined, base, num_inexact = _with_one_scale_of_four(magnitude, numbers, scale)
+    return (joined | codes & 0x80).astype(np.uint8), base, num_inexact
 
 
 def _with_one_scale_of_four(
-    numbers: NDArray, scale: NDArray[np.uint8]
+    codes: NDArray[np.uint8], numbers: NDArray, scale: NDArray[np.uint8]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int]:
-    """e4m3 codes of numbers >= 0 under the largest of each four scales, it, and how many round."""
-    groups = scale.astype(np.int64).reshape(*scale.shape[:2], -1, 4)
+    """e4m3 codes under the largest of each four scales, it, and how many numbers round.
+
+    Args:
+        codes: [experts, n, k]; numbers: what each code means, 0 or more; NaN stays NaN.
+    """
+    groups = scale.reshape(*scale.shape[:2], -1, 4)
     base = groups.max(axis=-1)
-    down = np.repeat((base[..., None] - groups).reshape(scale.shape), 32, axis=-1)
-    wanted = numbers * np.exp2(-down)
-    codes = _e4m3_codes(wanted)
-    return codes, base.astype(np.uint8), int((_e4m3_numbers(codes) != wanted).sum())
+    down = (base[..., None] - groups).clip(0, _VANISHING_SHIFT).reshape(scale.shape)
+    wanted = numbers[:, None] * np.exp2(-np.arange(_VANISHING_SHIFT + 1.0))
+    is_nan = np.isnan(wanted)
+    table = _e4m3_codes(np.where(is_nan, 0.0, wanted))
+    is_inexact = ~is_nan & (_e4m3_numbers(table) != wanted)
+    table[is_nan] = _NAN_E4M3
+    places = codes, np.repeat(down, 32, axis=-1)
+    return table[places], base, int(is_inexact[places].sum())
 
 
 def shifted(scale: NDArray[np.uint8], shift: int, name: str = "a weight") -> NDArray[np.uint8]:

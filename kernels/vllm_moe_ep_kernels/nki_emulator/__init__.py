@@ -3,5 +3,3 @@
 Runs a kernel's own source on Trainium2's rules and counts what it would cost. What it leaves out
 it does not have: a kernel that uses more fails here. ``ml_dtypes`` gives the number formats.
 """
-
-from vllm_moe_ep_kernels import trainium2 as trainium2
