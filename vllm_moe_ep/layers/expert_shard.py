@@ -5,7 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_moe_ep.layers.expert_weights import CastingExperts, ExpertLinears, FusedExperts
+from vllm_moe_ep.layers.expert_weights import (
+    ActivatingExperts,
+    CastingExperts,
+    ExpertLinears,
+    FusedExperts,
+)
 from vllm_moe_ep.layers.row_parts import FEWEST_ROWS
 from vllm_moe_ep.placement import NO_EXPERT, LocalExperts
 from vllm_moe_ep.quant.cast import quantise_dequantise
@@ -110,4 +115,6 @@ class ExpertShard:
         return self.linears.down(slot, activated, flag)
 
     def activate(self, gate_up: Tensor, row_weight: Tensor) -> Tensor:
+        if isinstance(self.linears, ActivatingExperts):
+            return self.linears.swiglu(gate_up, row_weight, self.swiglu_limit)
         return swiglu(gate_up, row_weight, self.swiglu_limit, self.linears.activation_dtype)

@@ -80,6 +80,15 @@ class CastingExperts(Protocol):
     activation: QuantFormat | None
 
 
+@runtime_checkable
+class ActivatingExperts(Protocol):
+    """Weights whose device has an activation kernel of its own."""
+
+    def swiglu(self, gate_up: Tensor, row_weight: Tensor, swiglu_limit: float | None) -> Tensor:
+        """``gate_up``'s result and fp32 [rows] -> fp32 [rows, moe_intermediate_size]."""
+        ...
+
+
 class FloatExperts:
     """bf16, fp16 or fp32 weights, held by reference as the engine loaded them.
 

@@ -68,6 +68,9 @@ class KernelExperts:
     def down(self, slot: int, rows: Tensor, flag: Tensor | None = None) -> Tensor:
         return self._product(self.w2, slot, rows, flag)
 
+    def swiglu(self, gate_up: Tensor, row_weight: Tensor, swiglu_limit: float | None) -> Tensor:
+        return self.linears.swiglu(gate_up, row_weight, swiglu_limit)
+
     def _product(
         self, weight: LinearWeight, slot: int, rows: Tensor, flag: Tensor | None
     ) -> Tensor:
