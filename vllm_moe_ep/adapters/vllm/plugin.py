@@ -86,6 +86,17 @@ HOOKS = (
         "load_report.with_report",
         parameters=("vllm_config", "model_config"),
     ),
+    Hook(
+        "vllm.model_executor.model_loader.base_loader",
+        "vllm.model_executor.model_loader.base_loader.BaseModelLoader.load_model",
+        "serve_refusals.with_refusal_for_the_parent",
+    ),
+    Hook(
+        "vllm.entrypoints.cli.serve",
+        "vllm.entrypoints.cli.serve.ServeSubcommand.cmd",
+        "serve_refusals.with_short_refusals",
+        parameters=("args",),
+    ),
 )
 
 NEURON_HOOKS = (
