@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracle import Fixture, make_fixture, rel_l2
 from quantised_factory import cast_of
-from vllm_neuron_stand_in import PACKAGES, affinities_of, exact_weights
+from vllm_neuron_stand_in import PACKAGES, affinities_of, exact_shared, exact_weights
 
 from tests.adapters.conftest import DEEPSEEK_V3, MakeConfig
 from tests.adapters.quantised_models import V4
@@ -60,6 +60,14 @@ def _fixture() -> Fixture:
     return make_fixture(torch.bfloat16, 3, 256, 256, 4, 2)
 
 
+def expected_output(runner: Any, index: int, fixture: Fixture) -> torch.Tensor:
+    """Of one rank of two, whose sum is left out: each holds all of the shared expert."""
+    ffn, cast = runner.model.layers[index].ffn, cast_of(ACTIVATION)
+    parts = fixture.hidden_states, fixture.topk_ids, fixture.topk_weights
+    routed = Fixture(*parts, *exact_weights(ffn.experts)).routed(0.8, cast)
+    return routed + exact_shared([ffn.shared_expert], fixture.hidden_states, 0.8, cast) / 2
+
+
 def test_a_model_is_served_by_the_kernels_without_a_call(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,9 +80,7 @@ def test_a_model_is_served_by_the_kernels_without_a_call(
     fixture = _fixture()
     outputs = routed_output(runner, fixture)
     for index, actual in enumerate(outputs):
-        weights = exact_weights(runner.model.layers[index].routed_experts)
-        parts = fixture.hidden_states, fixture.topk_ids, fixture.topk_weights
-        assert rel_l2(actual, Fixture(*parts, *weights).routed(0.8, cast_of(ACTIVATION))) <= 1e-2
+        assert rel_l2(actual, expected_output(runner, index, fixture)) <= 1e-2
     assert not torch.equal(outputs[0], outputs[1])
 
 
@@ -91,9 +97,7 @@ def test_weights_that_are_loaded_again_reach_the_kernels(make_config: MakeConfig
         name: id(buffer) for name, buffer in buffers.items()
     }
     for index, actual in enumerate(after):
-        weights = exact_weights(runner.model.layers[index].routed_experts)
-        parts = fixture.hidden_states, fixture.topk_ids, fixture.topk_weights
-        assert rel_l2(actual, Fixture(*parts, *weights).routed(0.8, cast_of(ACTIVATION))) <= 1e-2
+        assert rel_l2(actual, expected_output(runner, index, fixture)) <= 1e-2
         assert rel_l2(actual, before[index]) > 0.5
 
 
@@ -106,7 +110,7 @@ def test_weights_that_cannot_be_taken_later_are_refused(
     runner = make_runner(make_config(MODEL, **OURS))
     runner.load_model()
     _spoil_second_layer(monkeypatch, "loaded")
-    refused = "again failed for layer layers.1.routed_experts: .*codes above 240.*anew"
+    refused = "again failed for layer layers.1.ffn.experts: .*codes above 240.*anew"
     with pytest.raises(UnsupportedError, match=refused):
         runner.model.load_weights("broken checkpoint", torch.device("cpu"), None)
 
@@ -114,7 +118,7 @@ def test_weights_that_cannot_be_taken_later_are_refused(
 def test_nothing_changes_while_another_backend_is_chosen(make_config: MakeConfig) -> None:
     runner = make_runner(make_config(MODEL))
     runner.load_model()
-    assert (routed_output(runner, _fixture()) == 7).all()
+    assert (routed_output(runner, _fixture()) == 10).all()
     experts = importlib.import_module(EXPERTS).DeepseekV4RoutedExperts
     assert experts.forward.__module__ == EXPERTS
 
@@ -148,7 +152,7 @@ def test_a_layer_that_cannot_be_taken_is_named(
     reason: str,
 ) -> None:
     _spoil_second_layer(monkeypatch, when)
-    refused = f"cannot take layer layers.1.routed_experts: .*{reason}.*VLLM_MOE_EP_ALLOW_STOCK=1"
+    refused = f"cannot take layer layers.1.ffn.experts: .*{reason}.*VLLM_MOE_EP_ALLOW_STOCK=1"
     with pytest.raises(UnsupportedError, match=refused):
         make_runner(make_config(MODEL, **OURS)).load_model()
     if when == "built":
@@ -159,9 +163,9 @@ def test_a_layer_that_cannot_be_taken_is_named(
     caplog.set_level(logging.INFO)
     runner.load_model()
     assert "replaced 1 of 2" in caplog.text
-    assert f"as allowed: layers.1.routed_experts: a weight holds fp8 {reason}" in caplog.text
+    assert f"as allowed: layers.1.ffn.experts: a weight holds fp8 {reason}" in caplog.text
     first, second = routed_output(runner, _fixture())
-    assert (second == 7).all() and not (first == 7).any()
+    assert (second == 10).all() and not (first == 10).any()
 
 
 def test_another_interface_is_refused(
@@ -169,7 +173,7 @@ def test_another_interface_is_refused(
 ) -> None:
     experts = importlib.import_module(EXPERTS).DeepseekV4RoutedExperts
     monkeypatch.setattr(experts, "forward", lambda self, hidden_states: hidden_states)
-    refused = "cannot take layer layers.0.routed_experts, layers.1.routed_experts: .*forward takes"
+    refused = "cannot take layer layers.0.ffn.experts, layers.1.ffn.experts: .*forward takes"
     with pytest.raises(UnsupportedError, match=refused):
         make_runner(make_config(MODEL, **OURS)).load_model()
 
@@ -201,7 +205,12 @@ def test_other_models_and_settings_are_refused_at_start(
         make_config(DEEPSEEK_V3, **OURS)
     with pytest.raises(UnsupportedError, match="VLLM_MOE_EP_EXPERTS=dense is for CPU"):
         make_config(MODEL, **OURS, additional_config={"moe_ep": {"experts": "dense"}})
-    model_config = SimpleNamespace(architectures=[neuron_config.ARCHITECTURE])
+    hf_config = SimpleNamespace(expert_dtype="fp8")
+    model_config = SimpleNamespace(architectures=[neuron_config.ARCHITECTURE], hf_config=hf_config)
+    config = SimpleNamespace(model_config=model_config, speculative_config=None)
+    with pytest.raises(UnsupportedError, match="routed experts in FP4 alone.*found expert_dtype f"):
+        neuron_config.check(config, load_settings({}, environ={}))
+    hf_config.expert_dtype = "fp4"
     config = SimpleNamespace(model_config=model_config, speculative_config=object())
     with pytest.raises(UnsupportedError, match="drop --speculative-config"):
         neuron_config.check(config, load_settings({}, environ={}))

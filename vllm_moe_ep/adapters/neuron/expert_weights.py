@@ -97,7 +97,16 @@ def prepared(experts: Any, num_cores: int = 2) -> ExpertWeights:
 
 def _rows(weight: Tensor) -> Tensor:
     """[experts, in, out] -> float8 [experts, out, in] on the CPU."""
-    codes = weight.detach().cpu().view(torch.uint8).transpose(1, 2).contiguous()
+    return finite_codes(weight.transpose(1, 2))
+
+
+def finite_codes(weight: Tensor) -> Tensor:
+    """Bytes of the fp8 format that ends at 240, as float8 on the CPU.
+
+    Raises:
+        UnsupportedError: one of them is no finite number.
+    """
+    codes = weight.detach().cpu().view(torch.uint8).contiguous()
     if (codes & 0x7F >= _FIRST_SPECIAL).any():
         raise UnsupportedError(
             "a weight holds fp8 codes above 240, which Trainium2 reads as infinity or NaN: it was "

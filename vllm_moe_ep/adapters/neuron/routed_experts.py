@@ -21,6 +21,7 @@ CLASS_NAME = "DeepseekV4RoutedExperts"
 _FORWARD = ["self", "hidden_states", "expert_affinities", "expert_index", "is_prefill"]
 _WEIGHTS = "moe_ep_weights"
 _SWAPPED = "_moe_ep_swapped"
+_SUM = "_moe_ep_sum"
 
 
 def swap_routed_experts(module: ModuleType) -> None:
@@ -85,16 +86,37 @@ def _wrapped(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         expert_index: Tensor,
         is_prefill: bool,
     ) -> Tensor:
-        weights = getattr(self, _WEIGHTS, None)
-        if weights is None or is_prefill or hidden_states.shape[0] > MAX_ROWS:
+        if not takes_kernel(self, hidden_states, is_prefill):
             return original(self, hidden_states, expert_affinities, expert_index, is_prefill)
-        row_weight = _local_weights(self, expert_affinities)
-        output = weights(hidden_states, row_weight, float(self.swiglu_limit))
-        if self.ep_group is not None and self.ep_degree > 1:
-            output = self.ep_group.all_reduce(output)
+        output = summed(self, routed_partial(self, hidden_states, expert_affinities))
         return output.to(hidden_states.dtype)
 
     return forward
+
+
+def takes_kernel(experts: Any, hidden_states: Tensor, is_prefill: bool) -> bool:
+    """Whether a call goes to the kernel."""
+    return is_prepared(experts) and not is_prefill and hidden_states.shape[0] <= MAX_ROWS
+
+
+def routed_partial(experts: Any, hidden_states: Tensor, affinities: Tensor) -> Tensor:
+    """fp32 [rows, hidden_size]: this rank's experts, to be summed over the EP group."""
+    weights: ExpertWeights = getattr(experts, _WEIGHTS)
+    return weights(hidden_states, _local_weights(experts, affinities), float(experts.swiglu_limit))
+
+
+def summed(experts: Any, values: Tensor) -> Tensor:
+    """The sum over the EP group, in one collective or in two steps."""
+    if experts.ep_group is None or experts.ep_degree == 1:
+        return values
+    all_reduce = getattr(experts, _SUM, None) or experts.ep_group.all_reduce
+    total: Tensor = all_reduce(values)
+    return total
+
+
+def set_sum(experts: Any, all_reduce: Callable[[Tensor], Tensor]) -> None:
+    """Sum over the EP group in another way than its own."""
+    setattr(experts, _SUM, all_reduce)
 
 
 def _local_weights(experts: Any, affinities: Tensor) -> Tensor:

@@ -32,6 +32,14 @@ def check(vllm_config: Any, settings: Settings) -> None:
             f"--moe-backend static-ep takes vllm-neuron's {ARCHITECTURE} alone, found "
             f"{', '.join(architectures)}. {_REMEDY}"
         )
+    hf_config = getattr(vllm_config.model_config, "hf_config", None)
+    expert_dtype = getattr(hf_config, "expert_dtype", "fp4")
+    if expert_dtype != "fp4":
+        raise UnsupportedError(
+            f"vllm-neuron loads {ARCHITECTURE} with routed experts in FP4 alone (its "
+            f"weight_loaders.py wants packed weights), found expert_dtype {expert_dtype}: serve a "
+            f"checkpoint with FP4 experts. {_REMEDY}"
+        )
     if vllm_config.speculative_config is not None:
         raise UnsupportedError(
             "--moe-backend static-ep does not take the experts of a draft model on Trainium: drop "

@@ -24,6 +24,8 @@ from vllm_moe_ep.adapters.neuron.routed_experts import (
     swapped_modules,
 )
 from vllm_moe_ep.adapters.vllm import choice, engine_config, failed_hooks, neuron_config
+from vllm_moe_ep.adapters.vllm.neuron_step import prepare_steps, take_steps
+from vllm_moe_ep.envs import Settings
 from vllm_moe_ep.errors import UnsupportedError
 from vllm_moe_ep.hardware import NEURON_LAYER, probe
 
@@ -31,10 +33,10 @@ logger = logging.getLogger("vllm.vllm_moe_ep")
 
 MOE_MODULE = "vllm_neuron.model.deepseek_v4.moe"
 _STOCK = "_moe_ep_stays_stock"
-# On a model that was built with static-ep chosen: may its layers stay stock?
-_MODEL_ALLOWS_STOCK = "_moe_ep_allows_stock"
-_allow_stock: ContextVar[bool | None] = ContextVar("_allow_stock", default=None)
-"""While a runner loads a model with static-ep chosen: may layers stay stock? Else None."""
+# On a model that was built with static-ep chosen: its settings.
+_MODEL_SETTINGS = "_moe_ep_settings"
+_settings: ContextVar[Settings | None] = ContextVar("_settings", default=None)
+"""While a runner loads a model with static-ep chosen: the settings. Else None."""
 
 
 def with_our_experts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,11 +54,11 @@ def with_our_experts(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"vllm-neuron serves this model, but static-ep found {hardware.device_name} "
                 f"({hardware.reason}): set VLLM_MOE_EP_PLATFORM=neuron."
             )
-        token = _allow_stock.set(settings.allow_stock)
+        token = _settings.set(settings)
         try:
             result = original(self, *args, **kwargs)
         finally:
-            _allow_stock.reset(token)
+            _settings.reset(token)
         _check_outcome(self.model, settings.allow_stock)
         return result
 
@@ -69,10 +71,12 @@ def taking_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_configs(cls: Any, *args: Any, **kwargs: Any) -> Any:
         model = original(cls, *args, **kwargs)
-        allow_stock = _allow_stock.get()
-        if allow_stock is not None:
-            setattr(model, _MODEL_ALLOWS_STOCK, allow_stock)
-            take_layers(model, importlib.import_module(MOE_MODULE), allow_stock)
+        settings = _settings.get()
+        if settings is not None:
+            setattr(model, _MODEL_SETTINGS, settings)
+            moe = importlib.import_module(MOE_MODULE)
+            take_layers(model, moe, settings.allow_stock)
+            take_steps(model, moe, settings)
         return model
 
     return from_configs
@@ -85,9 +89,10 @@ def preparing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         # Of the model, not of the runner: weights may be loaded again, long after load_model.
-        allow_stock = getattr(self, _MODEL_ALLOWS_STOCK, None)
-        if allow_stock is not None:
-            prepare_layers(self, allow_stock)
+        settings: Settings | None = getattr(self, _MODEL_SETTINGS, None)
+        if settings is not None:
+            prepare_layers(self, settings.allow_stock)
+            prepare_steps(self, settings)
         return result
 
     return load_weights

@@ -51,3 +51,41 @@ class DeepseekV4RoutedExperts(nn.Module):
         is_prefill: bool,
     ) -> Tensor:
         return torch.full_like(hidden_states, STOCK_OUTPUT)
+
+
+class DeepseekV4SharedExpert(nn.Module):
+    """A slice of the shared expert; its own computation gives 3 everywhere."""
+
+    def __init__(self, config: Any, shared_group_size: int) -> None:
+        super().__init__()
+        self.shared_group_size = shared_group_size
+        self.swiglu_limit = float(config.swiglu_limit)
+        width = config.moe_intermediate_size // shared_group_size
+        self.sizes = {"w1": (width, config.hidden_size), "w3": (width, config.hidden_size)}
+        self.sizes["w2"] = (config.hidden_size, width)
+        self.set_random_weights()
+
+    def set_random_weights(self) -> None:
+        for name, (n, k) in self.sizes.items():
+            codes = torch.randint(0, 0x78, (n, k), dtype=torch.uint8)
+            scale = torch.exp2(torch.randint(-13, -9, (-(-n // 128), -(-k // 128))).float())
+            for part, tensor in (("weight", codes.view(torch.float8_e4m3fn)), ("scale", scale)):
+                setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return torch.full_like(hidden_states, 3.0)
+
+
+class DeepseekV4MoE(nn.Module):
+    """Router, routed experts and shared expert; affinities travel as the ids."""
+
+    def __init__(self, experts: DeepseekV4RoutedExperts, shared: DeepseekV4SharedExpert) -> None:
+        super().__init__()
+        self.experts, self.shared_expert = experts, shared
+
+    def _route(self, hidden_states: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return input_ids, torch.zeros(len(input_ids), 1, dtype=torch.int32)
+
+    def forward(self, hidden_states: Tensor, input_ids: Tensor, is_prefill: bool) -> Tensor:
+        routed = self.experts(hidden_states, *self._route(hidden_states, input_ids), is_prefill)
+        return routed + self.shared_expert(hidden_states)
