@@ -75,6 +75,8 @@ def run(config: Any, moe: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def randomise(moe: Any, has_fp8_experts: bool = False) -> None:
+    # No checkpoint file is read.
+    experts_of(moe).load_check = None
     for name, parameter in moe.named_parameters():
         if has_fp8_experts and ".routed_experts." in f".{name}":
             continue
@@ -154,6 +156,28 @@ def test_the_engine_s_kernel_gets_no_layer_with_a_clamp(
         return
     paths = {entry.path for entry in cuda_experts.entries_for(layer, weights)}
     assert paths == {"engine" if limit is None else "deepgemm"}
+
+
+@pytest.mark.parametrize("path", ["engine", "deepgemm"])
+def test_a_setting_chooses_the_kernels(fake_cuda: list[str], path: str) -> None:
+    layer = SimpleNamespace(
+        settings=SimpleNamespace(cuda_path=path), swiglu_limit=None, layer_name="model.layers.3"
+    )
+    weights = HopperWeights(torch.empty(1, 256, 128), torch.empty(1, 128, 128))
+    assert {entry.path for entry in cuda_experts.entries_for(layer, weights)} == {path}
+
+
+def test_a_setting_bounds_the_rows_of_a_pass(
+    fake_cuda: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(cuda_experts, "HopperExperts", lambda *args: given.append(args[-1]))
+    layer = SimpleNamespace(
+        settings=SimpleNamespace(cuda_pass_rows=1234), swiglu_limit=None, _expert_map=None
+    )
+    weights = HopperWeights(torch.empty(1, 256, 128), torch.empty(1, 128, 128))
+    cuda_experts._deepgemm_experts(layer, weights)
+    assert given == [1234]
 
 
 def test_settings_of_the_cpu_layer_are_refused(

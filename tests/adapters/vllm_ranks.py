@@ -1,11 +1,13 @@
 """vLLM's groups over real processes: one DeepSeek MoE layer on every rank, run as vLLM runs it."""
 
 import json
+import logging
 import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,16 +70,23 @@ class Job:
 
 def run(job: Job) -> list[RankResult]:
     """The results by rank: data-parallel ranks outside, tensor-parallel ones inside."""
+    return run_all([job])[0]
+
+
+def run_all(jobs: Sequence[Job]) -> list[list[RankResult]]:
+    """Several jobs of one layout and one model on the same processes, one after the other."""
     from vllm.utils.network_utils import get_open_port
 
+    layout, model = jobs[0].layout, jobs[0].model
+    assert all((job.layout, job.model) == (layout, model) for job in jobs)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        (directory / "config.json").write_text(json.dumps(job.model))
+        (directory / "config.json").write_text(json.dumps(model))
         ports = (get_open_port(), f"{os.getpid()}-{get_open_port()}")
         context = mp.start_processes(
             _rank_main,
-            (job, str(directory), *ports),
-            nprocs=job.layout.num_ranks,
+            (jobs, str(directory), *ports),
+            nprocs=layout.num_ranks,
             join=False,
             start_method="spawn",
         )
@@ -88,22 +97,17 @@ def run(job: Job) -> list[RankResult]:
             if time.monotonic() > deadline:
                 for process in context.processes:
                     process.kill()
-        files = [directory / f"{rank}.pt" for rank in range(job.layout.num_ranks)]
-        return [torch.load(file, weights_only=False) for file in files]
+        files = [directory / f"{rank}.pt" for rank in range(layout.num_ranks)]
+        by_rank = [torch.load(file, weights_only=False) for file in files]
+        return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def _rank_main(rank: int, job: Job, directory: str, port: int, identity: str) -> None:
+def _rank_main(rank: int, jobs: Sequence[Job], directory: str, port: int, identity: str) -> None:
     os.environ["VLLM_DIST_IDENT"] = identity
     torch.set_num_threads(1)
-    result = _run_rank(rank, job, directory, port)
-    torch.save(result, Path(directory) / f"{rank}.pt")
-
-
-def _run_rank(rank: int, job: Job, directory: str, port: int) -> RankResult:
     from vllm_moe_ep import register
 
     register()
-    # vLLM sets its loggers up, and drops other handlers, when it is imported.
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
         cleanup_dist_env_and_memory,
@@ -111,24 +115,32 @@ def _run_rank(rank: int, job: Job, directory: str, port: int) -> RankResult:
         initialize_model_parallel,
     )
 
-    torch.set_default_dtype(getattr(torch, job.dtype))
-    dp_rank, tp_rank = divmod(rank, job.layout.tp)
-    config = _vllm_config(job, directory)
-    config.parallel_config.data_parallel_rank = dp_rank
-    config.parallel_config.distributed_executor_backend = "external_launcher"
-    log = capture_log()
-    with set_current_vllm_config(config):
+    layout = jobs[0].layout
+    configs = [_vllm_config(job, directory, rank // layout.tp) for job in jobs]
+    with set_current_vllm_config(configs[0]):
         address = f"tcp://127.0.0.1:{port}"
-        init_distributed_environment(job.layout.num_ranks, rank, address, tp_rank, "gloo")
-        initialize_model_parallel(job.layout.tp)
-        moe = build_moe(config, job)
-        result = _measure(moe, config, job, dp_rank)
-    result.log = log
+        init_distributed_environment(layout.num_ranks, rank, address, rank % layout.tp, "gloo")
+        initialize_model_parallel(layout.tp)
+    pairs = zip(jobs, configs, strict=True)
+    results = [_run_job(job, config, rank // layout.tp) for job, config in pairs]
+    torch.save(results, Path(directory) / f"{rank}.pt")
     cleanup_dist_env_and_memory()
+
+
+def _run_job(job: Job, config: Any, dp_rank: int) -> RankResult:
+    from vllm.config import set_current_vllm_config
+
+    from vllm_moe_ep.adapters.vllm import groups
+
+    groups.layer_collectives.cache_clear()
+    torch.set_default_dtype(getattr(torch, job.dtype))
+    with set_current_vllm_config(config), captured_log() as log:
+        result = _measure(build_moe(config, job), config, job, dp_rank)
+    result.log = log
     return result
 
 
-def _vllm_config(job: Job, directory: str) -> Any:
+def _vllm_config(job: Job, directory: str, dp_rank: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
@@ -144,7 +156,10 @@ def _vllm_config(job: Job, directory: str) -> Any:
         enable_expert_parallel=job.layout.num_ranks > 1,
         additional_config={"moe_ep": job.settings},
     )
-    return args.create_engine_config()
+    config = args.create_engine_config()
+    config.parallel_config.data_parallel_rank = dp_rank
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    return config
 
 
 def build_moe(config: Any, job: Job) -> Any:
@@ -246,8 +261,10 @@ def _measure(moe: Any, config: Any, job: Job, dp_rank: int) -> RankResult:
     return RankResult(output, collectives.counts - before, [], measured)
 
 
-def capture_log() -> list[str]:
-    import logging
+@contextmanager
+def captured_log() -> Iterator[list[str]]:
+    """Every line that static-ep logs; "once" means once within."""
+    from vllm import logger as vllm_logger
 
     lines: list[str] = []
 
@@ -255,5 +272,14 @@ def capture_log() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logging.getLogger("vllm.vllm_moe_ep").addHandler(Keeper())
-    return lines
+    for print_once in ("_print_info_once", "_print_warning_once"):
+        cached = getattr(vllm_logger, print_once, None)
+        if cached is not None:
+            cached.cache_clear()
+    keeper = Keeper()
+    logger = logging.getLogger("vllm.vllm_moe_ep")
+    logger.addHandler(keeper)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(keeper)
