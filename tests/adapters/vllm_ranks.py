@@ -68,13 +68,11 @@ class Job:
     watch: Callable[[Any, Callable[[], Tensor]], Any] | None = None
 
 
-def run(job: Job) -> list[RankResult]:
-    """The results by rank: data-parallel ranks outside, tensor-parallel ones inside."""
-    return run_all([job])[0]
-
-
 def run_all(jobs: Sequence[Job]) -> list[list[RankResult]]:
-    """Several jobs of one layout and one model on the same processes, one after the other."""
+    """Results of each job by rank: data-parallel ranks outside, tensor-parallel ones inside.
+
+    The jobs are of one layout and one model, and run on the same processes one after the other.
+    """
     from vllm.utils.network_utils import get_open_port
 
     layout, model = jobs[0].layout, jobs[0].model
