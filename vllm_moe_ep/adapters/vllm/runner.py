@@ -72,9 +72,12 @@ class StaticEPRunner(MoERunner):
             return super()._forward_impl(
                 hidden_states, router_logits, shared_experts_input, input_ids
             )
-        is_overlapped = self._start_shared(hidden_states)
+        # In the order of the base class: on a stream of their own the shared experts start first.
+        is_overlapped = self._start_shared_on_stream(hidden_states)
         assert self.gate is not None, "a layer without a gate is refused"
         router_logits, _ = self.gate(hidden_states)
+        if self._shared_experts is not None and not is_overlapped:
+            self._shared_experts(hidden_states, SharedExpertsOrder.NO_OVERLAP)
         topk_weights, topk_ids = self.router.select_experts(
             hidden_states=hidden_states,
             router_logits=router_logits,
@@ -95,15 +98,10 @@ class StaticEPRunner(MoERunner):
 
         return self.run_layer(hidden_states, topk_weights, topk_ids, shared, None)
 
-    def _start_shared(self, hidden_states: Tensor) -> bool:
-        """Compute the shared experts, or start them on their own stream: then True."""
+    def _start_shared_on_stream(self, hidden_states: Tensor) -> bool:
+        """Whether the shared experts were started on a stream of their own."""
         shared = self._shared_experts
-        if shared is None:
-            return False
-        if shared.maybe_forward_async(hidden_states):
-            return True
-        shared(hidden_states, SharedExpertsOrder.NO_OVERLAP)
-        return False
+        return shared is not None and shared.maybe_forward_async(hidden_states)
 
     def _shared_output(self, is_overlapped: bool) -> Any:
         if self._shared_experts is None:
