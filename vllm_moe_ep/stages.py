@@ -57,10 +57,13 @@ class ExpertOutput:
             a row that selects none of them.
         overflow: int32 [1], 1 where a capacity was exceeded and ``values`` is incomplete;
             None from strategies that cannot overflow.
+        with_spare_row: ``values``, not a copy of them, and one more row that may be overwritten:
+            room for the flag; None where there is none.
     """
 
     values: Tensor
     overflow: Tensor | None = None
+    with_spare_row: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch.autograd.profiler import profile
 from vllm_moe_ep.collectives import SingleProcess
 from vllm_moe_ep.config import EPConfig
 from vllm_moe_ep.layers.ep_layer import EPLayer
+from vllm_moe_ep.layers.shared_expert import SharedExpert
 from vllm_moe_ep.layers.strategy_experts import strategy_layer
 from vllm_moe_ep.quant.formats import QuantFormat
 
@@ -84,3 +85,35 @@ def test_quantised_experts(strategy: str, fmt: QuantFormat, activation: QuantFor
         _config(strategy),
     )
     _check(layer, floats.hidden_states, floats.topk_ids, floats.topk_weights)
+
+
+@each_strategy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "hidden", "width", "shared_width"),
+    [(1024, 1024, 128, 128), (2048, 256, 1024, 2048), (1024, 512, 256, 256)],
+)
+def test_whole_step_with_a_shared_expert(
+    strategy: str, dtype: torch.dtype, num_rows: int, hidden: int, width: int, shared_width: int
+) -> None:
+    """Sizes at which copies of the sum, or all rows of the shared expert at once, are too much."""
+    fixture = make_fixture(dtype, num_rows, hidden, width, NUM_EXPERTS, 2)
+    fixture.topk_ids[1:, 0] = 0
+    shared = SharedExpert(
+        (torch.randn(2 * shared_width, hidden) / hidden**0.5).to(dtype),
+        (torch.randn(hidden, shared_width) / shared_width**0.5).to(dtype),
+    )
+    ep_config = EPConfig(experts=strategy, expert_capacity=num_rows // 2)
+    layer = layer_of(fixture, ep_config, max_num_tokens=num_rows)
+    if strategy == "grouped":
+        # Without the rerun, which is the dense step.
+        fixture.topk_ids[num_rows // 2 :, 0] = 1
+    rows = fixture.hidden_states, fixture.topk_ids, fixture.topk_weights
+
+    def step() -> torch.Tensor:
+        return layer(*rows, capacity=num_rows, shared=shared)
+
+    step()
+    limit = 4 * num_rows * (2 * width + 2 * hidden) + 4 * 2 * max(width, shared_width) * hidden
+    peak = _peak_bytes(step)
+    assert 4 * num_rows * hidden <= peak <= limit, f"{peak / limit:.2f} of the limit"

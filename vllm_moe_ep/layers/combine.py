@@ -26,6 +26,11 @@ def reduce_with_flag(output: ExpertOutput, collectives: Collectives) -> ExpertOu
         return ExpertOutput(collectives.all_reduce(output.values), overflow)
     hidden_size = output.values.shape[1]
     flag_row = F.pad(output.overflow.to(torch.float32)[None], (0, hidden_size - 1))
-    summed = collectives.all_reduce(torch.cat([output.values, flag_row]))
+    if output.with_spare_row is None:
+        flagged = torch.cat([output.values, flag_row])
+    else:
+        flagged = output.with_spare_row
+        flagged[-1:].copy_(flag_row)
+    summed = collectives.all_reduce(flagged)
     overflow = (summed[-1, :1] > 0).to(torch.int32)
     return ExpertOutput(summed[:-1], overflow)

@@ -7,7 +7,9 @@ not.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from vllm_moe_ep.collectives import Collectives
@@ -24,7 +26,10 @@ from vllm_moe_ep.layers.regions import (
     no_split,
 )
 from vllm_moe_ep.layers.routing import mask_padding
-from vllm_moe_ep.stages import ExpertOutput, LocalRouting, RoutedTokens, StepResult
+from vllm_moe_ep.layers.row_parts import row_parts
+from vllm_moe_ep.stages import LocalRouting, RoutedTokens, StepResult
+
+_ADDED_ROWS = 256
 
 SharedExperts = Tensor | Callable[[Tensor], Tensor]
 
@@ -75,9 +80,11 @@ class EPLayer:
         """
         tokens = self._tokens(hidden_states, topk_ids, topk_weights, capacity, valid, local)
         result = self._step(tokens, capacity, shared, shared_is_partial)
-        if result.overflow is not None and result.overflow.item():
-            result = self._step(tokens, capacity, shared, shared_is_partial, is_rerun=True)
-        return result.hidden_states
+        if result.overflow is None or not result.overflow.item():
+            return result.hidden_states
+        # Its memory is needed for doing the step again.
+        del result
+        return self._step(tokens, capacity, shared, shared_is_partial, is_rerun=True).hidden_states
 
     __call__ = forward
 
@@ -128,13 +135,11 @@ class EPLayer:
         shared_values = shared(hidden_states) if callable(shared) else shared
         self.boundary(BEFORE_COMBINE)
         values = self.collectives.reduce_scatter(output.values)[: hidden_states.shape[0]]
-        if shared_values is not None and shared_is_partial:
-            values = values + shared_values
-        reduced = reduce_with_flag(ExpertOutput(values, output.overflow), self.collectives)
+        if shared_is_partial:
+            values, shared_values = _added(values, shared_values), None
+        reduced = reduce_with_flag(replace(output, values=values), self.collectives)
         self.boundary(AFTER_COMBINE)
-        values = reduced.values
-        if shared_values is not None and not shared_is_partial:
-            values = values + shared_values
+        values, shared_values = _added(reduced.values, shared_values), None
         return StepResult(values.to(hidden_states.dtype), reduced.overflow)
 
     def _tokens(
@@ -159,3 +164,15 @@ class EPLayer:
             self.collectives,
             self.experts.activation,
         )
+
+
+def _added(values: Tensor, shared_values: Tensor | None) -> Tensor:
+    """Their sum, in the place of fp32 values: a large step has no room for a third tensor."""
+    if shared_values is None:
+        return values
+    if values.dtype is not torch.float32:
+        return values + shared_values
+    # torch makes an fp32 copy of what it adds.
+    for part in row_parts(len(values), _ADDED_ROWS):
+        values[part].add_(shared_values[part])
+    return values

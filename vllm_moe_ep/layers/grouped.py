@@ -19,21 +19,23 @@ def grouped_experts(tokens: RoutedTokens, shard: ExpertShard, expert_capacity: i
     num_rows = tokens.hidden_states.shape[0]
     topk_ids = normalise_topk_ids(tokens.topk_ids, shard.num_experts)
     topk_weights = tokens.topk_weights.to(torch.float32)
-    # Row num_rows is the spare: unused table entries read zeros there and add to it.
-    rows = F.pad(shard.rows(tokens), (0, 0, 0, 1))
-    total = torch.zeros_like(rows, dtype=torch.float32)
+    rows = shard.rows(tokens)
+    # Row num_rows is the spare: unused table entries compute the last row and add to this one.
+    total = rows.new_zeros((num_rows + 1, rows.shape[1]), dtype=torch.float32)
     overflow = torch.zeros(1, dtype=torch.int32, device=rows.device)
-    for slot in range(shard.linears.num_slots):
+    # Without rows there is no last row, and nothing to compute.
+    for slot in range(shard.linears.num_slots if num_rows else 0):
         routing = shard.routing(slot, topk_ids, topk_weights)
         table = _row_table(routing.routed, expert_capacity)
         row_weight = F.pad(routing.row_weight, (0, 1))
         for part in row_parts(expert_capacity, shard.max_rows):
             entries = table[part]
-            values = shard.compute(slot, rows[entries], row_weight[entries])
+            inputs = rows.index_select(0, entries.clamp(max=num_rows - 1))
+            values = shard.compute(slot, inputs, row_weight[entries])
             total.index_add_(0, entries, values.to(torch.float32))
         num_routed = routing.routed.sum(dtype=torch.int32)
         overflow = torch.maximum(overflow, (num_routed > expert_capacity).to(torch.int32))
-    return ExpertOutput(total[:num_rows], overflow)
+    return ExpertOutput(total[:num_rows], overflow, with_spare_row=total)
 
 
 def _row_table(routed: Tensor, expert_capacity: int) -> Tensor:

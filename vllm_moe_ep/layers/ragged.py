@@ -1,7 +1,6 @@
 """Each expert on its routed rows alone: shapes depend on data, for the host."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_moe_ep.layers.expert_shard import ExpertShard
@@ -11,7 +10,7 @@ from vllm_moe_ep.stages import ExpertOutput, RoutedTokens
 
 # Elementwise work is shared by experts with few rows, and done on many rows expert by expert,
 # while they are still in cache.
-MAX_BATCHED_PAIRS = 256
+MAX_BATCHED_PAIRS = 96
 
 
 def ragged_experts(tokens: RoutedTokens, shard: ExpertShard) -> ExpertOutput:
@@ -22,12 +21,13 @@ def ragged_experts(tokens: RoutedTokens, shard: ExpertShard) -> ExpertOutput:
     if rows.shape[0] == 1:
         return ExpertOutput(_one_row(rows, tokens, shard))
     num_rows = rows.shape[0]
-    # The spare row that fills up an expert's rows: zeros, and nobody reads what is added to it.
-    rows = F.pad(rows, (0, 0, 0, 1))
-    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    # Row num_rows is the spare that fills up an expert's rows: it computes the last row, and nobody
+    # reads what is added to it.
+    total = rows.new_zeros((num_rows + 1, rows.shape[1]), dtype=torch.float32)
     plan = plan_pairs(tokens, shard).rounded(num_rows).split(shard.max_rows)
     for batch in plan.batches(MAX_BATCHED_PAIRS):
-        total.index_add_(0, batch.rows, _compute(rows.index_select(0, batch.rows), batch, shard))
+        inputs = rows.index_select(0, batch.rows.clamp(max=num_rows - 1))
+        total.index_add_(0, batch.rows, _compute(inputs, batch, shard))
     return ExpertOutput(total[:num_rows])
 
 

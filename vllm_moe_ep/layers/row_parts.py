@@ -3,13 +3,13 @@
 import torch
 
 # Below this, reading an expert's weights for each part would cost more than the products.
-FEWEST_ROWS = 128
+FEWEST_ROWS = 64
 
 
 def rows_at_once(moe_intermediate_size: int) -> int:
-    """Rows of a part. With no more rows than an expert is wide, what a part computes takes about
-    as much memory as the expert itself, and its products outweigh the reading of the weights."""
-    return max(FEWEST_ROWS, moe_intermediate_size)
+    """Rows of a part. With a quarter as many rows as an expert is wide, what a part computes takes
+    less memory than the expert itself, and its products outweigh the reading of the weights."""
+    return max(FEWEST_ROWS, moe_intermediate_size // 4)
 
 
 def row_parts(num_rows: int, max_rows: int) -> list[slice]:

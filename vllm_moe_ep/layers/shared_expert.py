@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_moe_ep.collectives import Collectives
 from vllm_moe_ep.layers.products import Matrix, product
+from vllm_moe_ep.layers.row_parts import row_parts, rows_at_once
 from vllm_moe_ep.quant.cast import quantise_dequantise
 from vllm_moe_ep.quant.formats import QuantFormat
 from vllm_moe_ep.quant.weight import Quantised
@@ -52,6 +53,17 @@ class SharedExpert:
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape, bf16 or fp32."""
+        parts = row_parts(len(hidden_states), rows_at_once(self.width))
+        outputs = [self._compute(hidden_states[part]) for part in parts[:1] or [slice(0)]]
+        if len(parts) <= 1:
+            return outputs[0]
+        total = outputs[0].new_empty(hidden_states.shape)
+        total[parts[0]] = outputs.pop()
+        for part in parts[1:]:
+            total[part] = self._compute(hidden_states[part])
+        return total
+
+    def _compute(self, hidden_states: Tensor) -> Tensor:
         gate_up = product(self._cast(hidden_states), self.w13_weight)
         row_weight = torch.ones(len(gate_up), dtype=torch.float32, device=gate_up.device)
         activated = swiglu(gate_up, row_weight, self.swiglu_limit, gate_up.dtype)
