@@ -1,4 +1,4 @@
-"""A whole vLLM engine on one GPU, stock beside static-ep: tokens per second, and whether they agree.
+"""Whole vLLM engines on one GPU, stock beside static-ep: tokens per second, and do they agree.
 
     python benchmarks/serve_cuda.py MODEL [--engines stock,ours,stock+compile,ours+compile] [--json]
 
@@ -150,7 +150,8 @@ def _agreement(engines: dict[str, Engine], args: argparse.Namespace) -> None:
             continue
         logprobs, tokens = value
         off = [abs(a - b) for a, b in zip(logprobs, base[0], strict=True)]
-        equal = sum(a == b for x, y in zip(tokens, base[1], strict=True) for a, b in zip(x, y))
+        texts = zip(tokens, base[1], strict=True)
+        equal = sum(a == b for ours, base_ in texts for a, b in zip(ours, base_, strict=True))
         row = {
             "engine": name,
             "prompt_tokens": len(off),
