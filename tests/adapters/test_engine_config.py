@@ -96,10 +96,10 @@ def test_settings_are_not_read_when_another_backend_is_chosen(make_config: MakeC
 
 
 def test_layer_settings_reach_the_layer(make_config: MakeConfig) -> None:
-    options = {"experts": "gated", "forced_gate": "1", "shared_slices": False}
+    options = {"experts": "gated", "forced_gate": "1"}
     config = make_config(**OURS, additional_config={"moe_ep": options})
     ep_config = ep_config_of(settings_of(config))
-    assert (ep_config.forced_gate, ep_config.shared_slices) == (1, False)
+    assert ep_config.forced_gate == 1
     assert ep_config_of(load_settings({}, environ={})).forced_gate is None
 
 
